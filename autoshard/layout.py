@@ -1,0 +1,157 @@
+"""Layouts: a mesh shape with compute rules and storage rules, their canonical form and JSON."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+from autoshard.errors import LayoutError
+
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+"""Logical axis -> mesh axes (major to minor), sorted by logical axis; axes with no rule are absent."""
+
+Spec = tuple[tuple[str, ...], ...]
+"""The canonical PartitionSpec: for each dimension the mesh axes that shard it, major to minor."""
+
+
+def rules(mapping: Mapping[str, str | Sequence[str]]) -> Rules:
+    """Returns `mapping` as canonical Rules; one mesh axis may be given as a plain string."""
+    items = ((axis, (to,) if isinstance(to, str) else tuple(to)) for axis, to in mapping.items())
+    return tuple(sorted((axis, to) for axis, to in items if to))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a program is spread over devices.
+
+    Attributes:
+      mesh: (mesh axis, size) pairs, major to minor over the target's device order.
+      compute: rules for compute sites (activations and their cotangents, parameters where used).
+      storage: rules for storage sites (state, gradients, optimizer arithmetic).
+      occurrences: for a tensor group that holds a logical axis twice, which occurrence is
+        sharded: (group name, 0 or 1); groups left out shard occurrence 0.
+      as_written: keep the user's own sharding constraints and add none; the rules are then empty.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    compute: Rules = ()
+    storage: Rules = ()
+    occurrences: tuple[tuple[str, int], ...] = ()
+    as_written: bool = False
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.mesh]
+        if len(set(names)) != len(names):
+            raise LayoutError(f"mesh axes must have distinct names, got {names}")
+        for kind, table in (("compute", self.compute), ("storage", self.storage)):
+            for axis, to in table:
+                unknown = [m for m in to if m not in names]
+                if unknown or len(set(to)) != len(to):
+                    raise LayoutError(
+                        f"{kind} rule {axis!r} -> {to}: expected distinct mesh axes out of {names}"
+                    )
+
+    @property
+    def device_count(self) -> int:
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh)
+
+    def canonical(self) -> "Layout":
+        """The one form of all layouts that differ only in spelling.
+
+        Mesh axes of size one go, mesh axes that no rule separates merge into the first of them
+        (only when adjacent, so that device order is unchanged), and every table is sorted.
+        """
+        keep = [(name, size) for name, size in self.mesh if size > 1]
+        alive = {name for name, _ in keep}
+        compute = {a: tuple(m for m in to if m in alive) for a, to in self.compute}
+        storage = {a: tuple(m for m in to if m in alive) for a, to in self.storage}
+        tables = (compute, storage)
+        i = 0
+        while i + 1 < len(keep) and not self.as_written:
+            (first, m), (second, n) = keep[i], keep[i + 1]
+            if all(_adjacent(to, first, second) for table in tables for to in table.values()):
+                keep[i : i + 2] = [(first, m * n)]
+                for table in tables:
+                    for axis, to in table.items():
+                        table[axis] = tuple(x for x in to if x != second)
+            else:
+                i += 1
+        return Layout(
+            mesh=tuple(keep),
+            compute=rules(compute),
+            storage=rules(storage),
+            occurrences=tuple(sorted((g, o) for g, o in self.occurrences if o)),
+            as_written=self.as_written,
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON: names, never positions; `mesh` is a list of pairs because order matters."""
+        return {
+            "mesh": [[name, size] for name, size in self.mesh],
+            "compute": {axis: list(to) for axis, to in self.compute},
+            "storage": {axis: list(to) for axis, to in self.storage},
+            "occurrences": dict(self.occurrences),
+            "as_written": self.as_written,
+        }
+
+    @staticmethod
+    def from_json(data: object) -> "Layout":
+        """Reads what `to_json` wrote.
+
+        Raises:
+          LayoutError: `data` is not a layout; the message names the field.
+        """
+        if not isinstance(data, dict):
+            raise LayoutError(f"a layout is a JSON object, got {type(data).__name__}")
+        try:
+            return Layout(
+                mesh=tuple((str(name), int(size)) for name, size in data["mesh"]),
+                compute=rules(data["compute"]),
+                storage=rules(data["storage"]),
+                occurrences=tuple(
+                    sorted((str(g), int(o)) for g, o in data["occurrences"].items())
+                ),
+                as_written=bool(data["as_written"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise LayoutError(f"not a layout: {error!r} in {json.dumps(data)[:200]}") from error
+
+
+def _adjacent(to: tuple[str, ...], first: str, second: str) -> bool:
+    """Whether a rule uses the two mesh axes together, in order, or not at all."""
+    if first not in to and second not in to:
+        return True
+    return first in to and second in to and to.index(second) == to.index(first) + 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A layout plus one value for each knob: what is asked for, judged and planned.
+
+    Attributes:
+      layout: a canonical layout.
+      knobs: (name, value) sorted by name; values are JSON scalars.
+    """
+
+    layout: Layout
+    knobs: tuple[tuple[str, str | int | float | bool | None], ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        return {"layout": self.layout.to_json(), "knobs": dict(self.knobs)}
+
+    @staticmethod
+    def from_json(data: object) -> "Candidate":
+        if not isinstance(data, dict) or not isinstance(data.get("knobs"), dict):
+            raise LayoutError(f"not a candidate: {json.dumps(data)[:200]}")
+        return Candidate(
+            layout=Layout.from_json(data.get("layout")), knobs=tuple(sorted(data["knobs"].items()))
+        )
+
+    @property
+    def key(self) -> str:
+        """One line of JSON, equal exactly for equal candidates."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))

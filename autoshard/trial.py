@@ -1,0 +1,199 @@
+"""What the rungs say of a candidate: estimates, measurements, failures; all kept in a trial."""
+
+import dataclasses
+import enum
+import statistics
+
+from autoshard.layout import Candidate
+
+
+class Rung(enum.StrEnum):
+    """The three ways to judge a candidate, cheapest first."""
+
+    PROPAGATE = "propagate"
+    COMPILE = "compile"
+    PROFILE = "profile"
+
+
+class Stage(enum.StrEnum):
+    """Where a candidate failed."""
+
+    TRACE = "trace"
+    PROPAGATE = "propagate"
+    COMPILE = "compile"
+    PROFILE = "profile"
+
+
+class Kind(enum.StrEnum):
+    """How a candidate failed."""
+
+    INFEASIBLE = "infeasible"
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+    NUMERICS = "numerics"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One communicating operation, or several alike.
+
+    Attributes:
+      kind: all_reduce, all_gather, reduce_scatter, all_to_all or collective_permute.
+      group_size: devices that take part together.
+      mesh_axes: the mesh axes the group runs over; empty where the groups are not a product of axes.
+      bytes: payload of one execution on one device, in bytes: the larger of the local operand and
+        the local result.
+      count: executions in one step, loop trips included.
+      source: where in the user's step it comes from, `file:line` or an operation name; may be "".
+    """
+
+    kind: str
+    group_size: int
+    mesh_axes: tuple[str, ...]
+    bytes: int
+    count: int
+    source: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.bytes * self.count
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What rung 1 or rung 2 predicts for one step of a candidate, for one device.
+
+    Attributes:
+      rung: which rung says it.
+      time_s: predicted step time, seconds.
+      compute_s, communication_s: the two parts of it (not overlapped unless the model says so).
+      peak_memory_bytes: arguments, outputs not aliased to them, and temporaries at the peak.
+      state_bytes: the part of it that the state alone takes.
+      flops: floating-point operations a device executes, loop trips included.
+      bytes_accessed: memory traffic a device causes, loop trips included.
+      op_count: kernels a device launches, loop trips included.
+      collectives: every communicating operation.
+      dropped: sentences on what divisibility took away.
+      unmodelled: (what, share of the time it may hide); empty means everything was modelled.
+      warnings: the partitioner's warnings of bad reshards, one line each.
+      elapsed_s: what the judgement cost.
+    """
+
+    rung: Rung
+    time_s: float
+    compute_s: float
+    communication_s: float
+    peak_memory_bytes: int
+    state_bytes: int
+    flops: float
+    bytes_accessed: float
+    op_count: int
+    collectives: tuple[Collective, ...] = ()
+    dropped: tuple[str, ...] = ()
+    unmodelled: tuple[tuple[str, float], ...] = ()
+    warnings: tuple[str, ...] = ()
+    elapsed_s: float = 0.0
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes communicated a step and device, by kind of collective."""
+        total: dict[str, int] = {}
+        for c in self.collectives:
+            total[c.kind] = total.get(c.kind, 0) + c.total_bytes
+        return total
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """Where one device's time went in a profiled step, seconds; `idle_s` is the rest of the step."""
+
+    device: str
+    compute_s: float
+    communication_s: float
+    idle_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What rung 3 measured: every sample, in the order taken.
+
+    Attributes:
+      samples_s: wall time of each step, seconds.
+      rounds: for each sample the round it was taken in; candidates measured in the same round pair up.
+      devices: the profile of each device, empty where no trace was taken.
+      numerics: "exact", "relative", "reduced" or "unchecked".
+      numerics_error: the largest relative L2 error of the change of a state leaf, None if unchecked.
+      numerics_where: the pytree path of that leaf.
+      trace: folder of the profiler trace, or "".
+    """
+
+    samples_s: tuple[float, ...]
+    rounds: tuple[int, ...]
+    devices: tuple[DeviceProfile, ...] = ()
+    numerics: str = "unchecked"
+    numerics_error: float | None = None
+    numerics_where: str = ""
+    trace: str = ""
+    elapsed_s: float = 0.0
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+    def quantile_s(self, q: float) -> float:
+        """The q-quantile (0..1) of the samples by linear interpolation, seconds."""
+        ordered = sorted(self.samples_s)
+        at = q * (len(ordered) - 1)
+        low = int(at)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a rung has no answer for a candidate. A value, never an exception, never inf.
+
+    Attributes:
+      missing_bytes: for an OOM, by how much the candidate exceeds the limit; else None.
+    """
+
+    stage: Stage
+    kind: Kind
+    message: str
+    elapsed_s: float = 0.0
+    missing_bytes: int | None = None
+
+
+Outcome = Estimate | Measurement | Failure
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A candidate with all that the rungs said of it.
+
+    Attributes:
+      baseline: the name of the baseline it is, or "".
+    """
+
+    candidate: Candidate
+    propagated: Estimate | Failure
+    compiled: Estimate | Failure | None = None
+    profiled: Measurement | Failure | None = None
+    baseline: str = ""
+
+    @property
+    def failure(self) -> Failure | None:
+        """The failure that ended the trial, if one did."""
+        for outcome in (self.profiled, self.compiled, self.propagated):
+            if isinstance(outcome, Failure):
+                return outcome
+        return None
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The best estimate there is: the compiler's before the propagation's."""
+        for outcome in (self.compiled, self.propagated):
+            if isinstance(outcome, Estimate):
+                return outcome
+        return None
