@@ -1,0 +1,54 @@
+"""Analysis: one program prepared for judging layouts: sites, base module, logical axes, kernels."""
+
+import dataclasses
+
+import jax
+
+from autoshard.axes import Axes, find_axes
+from autoshard.compat import jaxprs, shardy
+from autoshard.kernels import KernelTable, read_kernels
+from autoshard.program import Program, digest
+from autoshard.sites import SiteMap, find_sites, site_of_location
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Analysis:
+    """Everything about a program that no layout changes.
+
+    Attributes:
+      module: the flattened module with every site open, its operations tagged.
+      site_of_tag: which site a tagged constraint operation is.
+      digest: of the location-free module: two programs with one digest are the same.
+    """
+
+    program: Program
+    sites: SiteMap
+    axes: Axes
+    kernels: KernelTable
+    module: shardy.Operation
+    site_of_tag: dict[int, int]
+    digest: str
+
+
+def analyse(program: Program, platform: str) -> Analysis:
+    """Lowers a program once with every site open and reads what the partitioner knows of it."""
+    returned = len(program.state) if program.returns_state else 0
+    sites = find_sites(program.step, len(program.state), returned)
+    opened = sites.constrained(lambda site: jaxprs.open_sharding(len(site.shape)))
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in program.inputs]
+    module = shardy.flatten(shardy.lower_abstract(opened, shapes, platform))
+    shardy.tag(module)
+    site_of_tag = {
+        tag: site
+        for tag, location in shardy.constraint_locations(module)
+        if (site := site_of_location(location)) is not None
+    }
+    return Analysis(
+        program=program,
+        sites=sites,
+        axes=find_axes(program, module, sites.sites),
+        kernels=read_kernels(module, returned, site_of_tag),
+        module=module,
+        site_of_tag=site_of_tag,
+        digest=digest(shardy.text(module))[:24],
+    )

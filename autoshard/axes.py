@@ -1,0 +1,410 @@
+"""Logical axes of a whole step, read from the partitioner's own factor mapping. No annotation.
+
+Every operation of the sited module carries, from Shardy, which dimensions of its operands and
+results go together. Tying them all, through loops and calls, gives the factors that the program
+keeps together; a logical axis is such a class, or several that repeated layers make alike.
+"""
+
+import dataclasses
+import re
+
+from autoshard import factors as factors_
+from autoshard.compat import shardy
+from autoshard.factors import Factor
+from autoshard.program import Leaf, Program
+from autoshard.sites import Site, site_of_location
+
+FactorList = tuple[tuple[str | None, int], ...]
+"""One dimension: (logical axis or None if unknown, size) of each factor, major to minor."""
+
+Dimensions = tuple[FactorList, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogicalAxis:
+    """A set of array dimensions, or factors of them, that the program ties together.
+
+    Attributes:
+      name: the model's own name for it, "batch", or the path that shows it first, with its size.
+      size: number of elements; where tied dimensions differ (S and S+1), the largest.
+      is_batch: examples of the batch lie along it.
+      is_data: the batch carries it and the state does not.
+      is_loop: a loop runs over it one slice at a time; not sharded by default.
+      is_contracted: some matrix product sums over it.
+      where: `path[dimension]` for each input that holds it.
+      repeats: how many alike axes of repeated layers it stands for.
+    """
+
+    name: str
+    size: int
+    is_batch: bool = False
+    is_data: bool = False
+    is_loop: bool = False
+    is_contracted: bool = False
+    where: tuple[str, ...] = ()
+    repeats: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The logical axes of a program and where each array holds them.
+
+    Attributes:
+      axes: all of them, in order of first appearance: batch, state, then the rest.
+      inputs, outputs: factors of each dimension of each flat input and output.
+      sites: the same for each site that survives lowering; sites left out are open.
+      chains: (axis, ...) pairs of one matrix product's output axis that the next one contracts:
+        sharding such an axis keeps both products local up to one all-reduce.
+      twice: (group, axis) of tensors that hold an axis twice.
+      opaque: operations the partitioner has no rule for; they count as replicated.
+    """
+
+    axes: tuple[LogicalAxis, ...]
+    inputs: tuple[Dimensions, ...]
+    outputs: tuple[Dimensions, ...]
+    sites: dict[int, Dimensions]
+    chains: tuple[str, ...]
+    twice: tuple[tuple[str, str], ...]
+    opaque: tuple[str, ...]
+
+    def axis(self, name: str) -> LogicalAxis:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise KeyError(name)
+
+
+class _Ties:
+    """Collects the ties of one module."""
+
+    def __init__(self) -> None:
+        self.dims: dict[shardy.Value, list[Factor]] = {}
+        self.alike: list[tuple[Factor, Factor]] = []
+        self.opaque: list[str] = []
+        self.produced: list[Factor] = []
+        self.contracted: list[Factor] = []
+        self.sites: list[tuple[int, shardy.Value]] = []
+
+    def of(self, value: shardy.Value) -> list[Factor]:
+        found = self.dims.get(value)
+        if found is None:
+            shape, _ = shardy.shape_and_bits(str(value.type))
+            found = self.dims[value] = [Factor(n) for n in shape]
+        return found
+
+    def same(self, *values: shardy.Value) -> None:
+        first = self.of(values[0])
+        for value in values[1:]:
+            other = self.of(value)
+            if len(first) == len(other):
+                for x, y in zip(first, other, strict=True):
+                    self.pair(x, y)
+
+    def pair(self, x: Factor, y: Factor) -> None:
+        if x.size == y.size:
+            factors_.tie([x], [y])
+        elif x.size > 1 and y.size > 1 and not factors_.tie_unequal(x, y):
+            self.alike.append((x, y))
+
+    def block(self, block: object, in_loop: bool) -> None:
+        for op in block.operations:
+            self.operation(op.operation, in_loop)
+
+    def operation(self, op: shardy.Operation, in_loop: bool) -> None:
+        name = op.name
+        rule = shardy.factors_of(op)
+        if name == "sdy.sharding_constraint":
+            index = site_of_location(str(op.location))
+            if index is not None:
+                self.sites.append((index, op.results[0]))
+            self.same(op.operands[0], op.results[0])
+        elif name == "stablehlo.while":
+            condition, body = (region.blocks[0] for region in op.regions)
+            returned = list(body.operations)[-1].operation.operands
+            for group in zip(
+                op.operands,
+                op.results,
+                condition.arguments,
+                body.arguments,
+                returned,
+                strict=True,
+            ):
+                self.same(*group)
+            self.block(condition, in_loop)
+            self.block(body, True)
+        elif name in ("stablehlo.case", "stablehlo.if"):
+            for region in op.regions:
+                for inner in region.blocks:
+                    self.block(inner, in_loop)
+                    returned = list(inner.operations)[-1].operation.operands
+                    for result, value in zip(op.results, returned, strict=True):
+                        self.same(result, value)
+        elif rule is not None:
+            self.rule(op, rule)
+        elif len(op.operands) == len(op.results) and len(op.results) > 0:
+            for operand, result in zip(op.operands, op.results, strict=True):
+                if operand.type == result.type:
+                    self.same(operand, result)
+        elif len(op.operands) and len(op.results):
+            self.opaque.append(f"{name} at {str(op.location)[:80]}")
+        if in_loop and name in ("stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"):
+            whole = self.of(op.operands[0])
+            part = self.of(op.results[0] if name.endswith("_slice") and "update" not in name
+                           else op.operands[1])
+            for x, y in zip(whole, part, strict=True):
+                if y.size < x.size:
+                    x.leaves()[0].is_loop = True
+
+    def rule(self, op: shardy.Operation, rule: shardy.Factors) -> None:
+        atoms = [Factor(n) for n in rule.sizes]
+        pairs = [
+            *zip(op.operands, rule.operands, strict=True),
+            *zip(op.results, rule.results, strict=True),
+        ]
+        for value, mapping in pairs:
+            dims = self.of(value)
+            for dim, indices in zip(dims, mapping, strict=False):
+                parts = [atoms[i] for i in indices if rule.sizes[i] > 1]
+                if not parts or dim.size == 1:
+                    continue
+                if len(parts) == 1:
+                    self.pair(parts[0], dim)
+                elif factors_.size_of(parts) == dim.size:
+                    factors_.tie([dim], parts)
+        if op.name == "stablehlo.dot_general" or op.name == "stablehlo.convolution":
+            kept = {i for dim in rule.results[0] for i in dim}
+            left = {i for dim in rule.operands[0] for i in dim}
+            right = {i for dim in rule.operands[1] for i in dim}
+            self.contracted += [atoms[i] for i in sorted((left & right) - kept)]
+            self.produced += [atoms[i] for i in sorted((left ^ right) & kept)]
+
+
+def find_axes(program: Program, module: shardy.Operation, sites: list[Site]) -> Axes:
+    """Reads the logical axes of a flattened, sited module of `program`.
+
+    Args:
+      module: from `shardy.flatten`, its constraint operations carrying the tags of `sites`.
+    """
+    ruled = shardy.with_rules(module)
+    main = shardy.main_function(ruled).regions[0].blocks[0]
+    ties = _Ties()
+    arguments = [ties.of(value) for value in main.arguments]
+    ties.block(main, in_loop=False)
+    returned = [ties.of(v) for v in list(main.operations)[-1].operation.operands]
+    for i in range(len(program.state) if program.returns_state else 0):
+        for x, y in zip(arguments[i], returned[i], strict=True):
+            ties.pair(x, y)  # the new state is the next step's old one
+    for x, y in ties.alike:
+        a, b = x.leaves(), y.leaves()
+        if len(a) == 1 and len(b) == 1 and a[0] is not b[0]:
+            b[0]._parent = a[0]
+            a[0].size = max(a[0].size, b[0].size)
+            a[0].is_loop |= b[0].is_loop
+    return _Namer(program, sites, ties, arguments, returned).axes()
+
+
+def _normal(path: str) -> str:
+    """A path with its numbers replaced, so that repeated layers look alike."""
+    return re.sub(r"\d+", "*", path)
+
+
+def _short(path: str) -> str:
+    """`state['params']['w'].value` -> `params.w`."""
+    words = re.findall(r"[A-Za-z0-9_*]+", path)
+    return ".".join(w for w in words[1:] if w != "value") or path
+
+
+class _Namer:
+    """Groups alike factors of repeated layers into logical axes, and names them."""
+
+    def __init__(
+        self,
+        program: Program,
+        sites: list[Site],
+        ties: _Ties,
+        arguments: list[list[Factor]],
+        returned: list[list[Factor]],
+    ):
+        self.program = program
+        self.sites = sites
+        self.ties = ties
+        self.arguments = arguments
+        self.returned = returned
+        self.order: list[Factor] = []
+        self.marks: dict[Factor, list[tuple[str, int, int]]] = {}
+        self.tensors: list[list[Factor]] = []
+        self.on_state: set[Factor] = set()
+        self.on_batch: set[Factor] = set()
+
+    def axes(self) -> Axes:
+        self._collect()
+        batch = self._batch_factors()
+        groups = self._groups(batch)
+        names = self._names(groups, batch)
+        axis_of = {f: name for name, group in zip(names, groups, strict=True) for f in group}
+        contracted = {leaf for f in self.ties.contracted for leaf in f.leaves()}
+        produced = {leaf for f in self.ties.produced for leaf in f.leaves()}
+        axes = tuple(
+            LogicalAxis(
+                name=name,
+                size=max(f.size for f in group),
+                is_batch=any(f in batch for f in group),
+                is_data=all(f in self.on_batch and f not in self.on_state for f in group),
+                is_loop=any(f.is_loop for f in group),
+                is_contracted=any(f in contracted for f in group),
+                where=tuple(
+                    dict.fromkeys(
+                        f"{path}[{dim}]" for f in group for path, dim, _ in self.marks.get(f, ())
+                    )
+                )[:8],
+                repeats=len(group),
+            )
+            for name, group in zip(names, groups, strict=True)
+        )
+
+        def dimensions(dims: list[Factor]) -> Dimensions:
+            return tuple(
+                tuple((axis_of.get(leaf), leaf.size) for leaf in dim.leaves() if leaf.size > 1)
+                if len(dim.leaves()) > 1
+                else (((axis_of.get(dim.root()), dim.size),) if dim.size > 1 else ())
+                for dim in dims
+            )
+
+        by_site: dict[int, Dimensions] = {}
+        for index, value in self.ties.sites:
+            found = dimensions(self.ties.of(value))
+            known = by_site.setdefault(index, found)
+            if known != found:  # one site, calls that differ: only what agrees is known
+                by_site[index] = tuple(
+                    x if x == y else tuple((None, n) for _, n in x)
+                    for x, y in zip(known, found, strict=True)
+                )
+        inputs = tuple(dimensions(d) for d in self.arguments)
+        twice = dict.fromkeys(
+            axis
+            for dims in (*inputs, *by_site.values())
+            for axis in _held_twice(dims)
+        )
+        return Axes(
+            axes=axes,
+            inputs=inputs,
+            outputs=tuple(dimensions(d) for d in self.returned),
+            sites=by_site,
+            chains=tuple(
+                dict.fromkeys(
+                    axis_of[f]
+                    for f in self.order
+                    if f in contracted
+                    and f in produced
+                    and f in self.on_state
+                    and f in axis_of
+                    and not f.is_loop
+                )
+            ),
+            twice=tuple((axis, axis) for axis in twice),
+            opaque=tuple(dict.fromkeys(self.ties.opaque)),
+        )
+
+    def _collect(self) -> None:
+        """Lists every factor in order of first appearance, with the inputs that show it."""
+        seen: dict[Factor, None] = {}
+        count = len(self.program.state)
+        leaves: list[tuple[Leaf, list[Factor], bool]] = [
+            (leaf, dims, i < count)
+            for i, (leaf, dims) in enumerate(
+                zip(self.program.inputs, self.arguments, strict=True)
+            )
+        ]
+        for leaf, dims, is_state in sorted(leaves, key=lambda x: x[2]):
+            held = [(d, k, f) for d, dim in enumerate(dims) for k, f in enumerate(dim.leaves())]
+            for d, k, f in held:
+                if f.size > 1:
+                    seen.setdefault(f)
+                    self.marks.setdefault(f, []).append((leaf.path, d, k))
+                    (self.on_state if is_state else self.on_batch).add(f)
+            self.tensors.append([f for _, _, f in held])
+        for index, value in self.ties.sites:
+            held = [f for dim in self.ties.of(value) for f in dim.leaves()]
+            for d, f in enumerate(held):
+                if f.size > 1:
+                    if f not in seen:
+                        site = self.sites[index]
+                        where = site.source.rsplit("/", 1)[-1] or site.operation
+                        self.marks[f] = [(f"{site.operation}@{where}", d, 0)]
+                    seen.setdefault(f)
+            self.tensors.append(held)
+        self.order = list(seen)
+
+    def _batch_factors(self) -> set[Factor]:
+        """Along which factors examples lie: in each batch leaf the first that is data, not a loop."""
+        found: set[Factor] = set()
+        for leaf_dims in self.arguments[len(self.program.state) :]:
+            choices = [f for dim in leaf_dims for f in dim.leaves() if f.size > 1 and not f.is_loop]
+            data = [f for f in choices if f not in self.on_state]
+            if data or choices:
+                found.add((data or choices)[0])
+        return found
+
+    def _groups(self, batch: set[Factor]) -> list[list[Factor]]:
+        """Axes that repeated structure makes alike, never two that one tensor holds."""
+        rivals: dict[Factor, set[Factor]] = {}
+        for held in self.tensors:
+            for f in held:
+                rivals.setdefault(f, set()).update(g for g in held if g is not f)
+        classes: dict[object, list[list[Factor]]] = {}
+        ordered: list[list[Factor]] = []
+        for f in self.order:
+            signature: object = (
+                f.size,
+                f.is_loop,
+                tuple(sorted({(_normal(p), d, k) for p, d, k in self.marks.get(f, ())})),
+            )
+            if f in batch:
+                signature = ("batch", id(f))
+            alternatives = classes.setdefault(signature, [])
+            for group in alternatives:
+                if not any(g in rivals.get(f, ()) for g in group):
+                    group.append(f)
+                    break
+            else:
+                alternatives.append([f])
+                ordered.append(alternatives[-1])
+        return ordered
+
+    def _names(self, groups: list[list[Factor]], batch: set[Factor]) -> list[str]:
+        given = self._given_names()
+        names: list[str] = []
+        batches = [g for g in groups if any(f in batch for f in g)]
+        for group in groups:
+            own = next((given[f] for f in group if f in given), None)
+            path, dim, part = self.marks.get(group[0], [("value", 0, 0)])[0]
+            base = _short(_normal(path)) if "@" not in path else path
+            if any(f in batch for f in group):
+                name = "batch" if len(batches) == 1 else f"batch.{base}"
+            elif own is not None:
+                name = own
+            else:
+                split = f".{part}" if part else ""
+                name = f"{base}[{dim}{split}]:{group[0].size}"
+            unique, n = name, 1
+            while unique in names:
+                n += 1
+                unique = f"{name}#{n}"
+            names.append(unique)
+        return names
+
+    def _given_names(self) -> dict[Factor, str]:
+        """Logical names that the model itself carries."""
+        given: dict[Factor, str] = {}
+        for leaf, dims in zip(self.program.state, self.arguments, strict=False):
+            names = self.program.workload.axis_names.get(leaf.key, ())
+            for name, dim in zip(names, dims, strict=False):
+                found = [f for f in dim.leaves() if f.size > 1]
+                if isinstance(name, str) and len(found) == 1:
+                    given.setdefault(found[0], name)
+        return given
+
+
+def _held_twice(dims: Dimensions) -> list[str]:
+    held = [axis for dim in dims for axis, _ in dim if axis is not None]
+    return [axis for axis in dict.fromkeys(held) if held.count(axis) > 1]

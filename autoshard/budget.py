@@ -1,0 +1,60 @@
+"""Budget: how much a search may spend; and the events that tell how far it is."""
+
+import dataclasses
+from collections.abc import Callable
+
+from autoshard.trial import Stage
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Limits of a search. The baselines are always judged, also beyond a limit of candidates.
+
+    Attributes:
+      candidates: judged by rung 1.
+      compiles: programs compiled by rung 2, baselines included.
+      profiles: programs measured by rung 3, baselines included; 0 plans without measuring.
+      seconds: wall time of the whole search; None for no limit.
+      compile_seconds: limit of one compile, which is killed then.
+      measure_seconds: limit of one measuring call, which is killed then.
+      rounds: the most rounds of the final race.
+    """
+
+    candidates: int = 600
+    compiles: int = 16
+    profiles: int = 12
+    seconds: float | None = None
+    compile_seconds: float = 300.0
+    measure_seconds: float = 300.0
+    rounds: int = 30
+
+    def __post_init__(self) -> None:
+        for name in ("candidates", "compiles", "profiles", "rounds"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < (0 if name == "profiles" else 1):
+                raise ValueError(f"Budget.{name} must be a positive whole number, got {value!r}")
+        for name in ("seconds", "compile_seconds", "measure_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Budget.{name} must be positive, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Where a search is.
+
+    Attributes:
+      stage: the rung at work (trace stands for everything before rung 1).
+      done, total: how many candidates of how many the budget allows at this stage.
+      text: one line for a person.
+      best_s: the best step time so far, predicted or measured, seconds; None if there is none.
+    """
+
+    stage: Stage
+    done: int
+    total: int
+    text: str
+    best_s: float | None = None
+
+
+Callback = Callable[[Event], None]

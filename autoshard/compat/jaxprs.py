@@ -1,0 +1,155 @@
+"""Jaxprs as data: walking, rebuilding, and the equation of a sharding constraint (jax.extend.core)."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.extend import core
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+ClosedJaxpr = core.ClosedJaxpr
+Jaxpr = core.Jaxpr
+JaxprEqn = core.JaxprEqn
+Var = core.Var
+Literal = core.Literal
+as_function = core.jaxpr_as_fun
+
+CALLS = frozenset(
+    "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call "
+    "custom_vjp_call_jaxpr scan while cond".split()
+)
+"""Primitives whose inner jaxprs are ordinary code: sites may be put inside. Kernels, manual regions
+(shard_map) and the combiners of reduce, scatter and sort are left alone."""
+
+LOOPS = frozenset({"scan", "while"})
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int | None, ClosedJaxpr | Jaxpr]]:
+    """The jaxprs an equation of CALLS runs: (parameter name, index in a tuple or None, jaxpr).
+
+    The condition of a while loop is left out: nothing in it is worth a site.
+    """
+    if eqn.primitive.name not in CALLS:
+        return []
+    found: list[tuple[str, int | None, ClosedJaxpr | Jaxpr]] = []
+    for name, value in eqn.params.items():
+        if name == "cond_jaxpr":
+            continue
+        if isinstance(value, (ClosedJaxpr, Jaxpr)):
+            found.append((name, None, value))
+        elif isinstance(value, (tuple, list)):
+            found += [
+                (name, i, x) for i, x in enumerate(value) if isinstance(x, (ClosedJaxpr, Jaxpr))
+            ]
+    return found
+
+
+def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def with_inner(eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """`eqn` with each of its inner jaxprs rewritten."""
+    params = dict(eqn.params)
+    changed = False
+    for name, index, inner in inner_jaxprs(eqn):
+        new = rewrite(open_jaxpr(inner))
+        if new is open_jaxpr(inner):
+            continue
+        changed = True
+        closed = ClosedJaxpr(new, inner.consts) if isinstance(inner, ClosedJaxpr) else new
+        if index is None:
+            params[name] = closed
+        else:
+            items = list(params[name])
+            items[index] = closed
+            params[name] = tuple(items)
+    return eqn.replace(params=params) if changed else eqn
+
+
+def fresh(var: Var) -> Var:
+    return Var(var.aval)
+
+
+@functools.lru_cache(maxsize=None)
+def _unspecified() -> object:
+    """JAX's marker for "no sharding given", which has no public name (0.10, 0.12)."""
+    traced = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)
+    return traced.jaxpr.eqns[0].params["in_shardings"][0]
+
+
+def without_shardings(eqn: JaxprEqn) -> JaxprEqn:
+    """A nested jit without the shardings, layouts and mesh that its author gave it."""
+    params = dict(eqn.params)
+    for name in ("in_shardings", "out_shardings"):
+        if name in params:
+            params[name] = tuple(_unspecified() for _ in params[name])
+    return eqn.replace(params=params)
+
+
+def has_shardings(eqn: JaxprEqn) -> list[object]:
+    """The shardings the author of a nested jit gave."""
+    given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return [s for s in given if isinstance(s, jax.sharding.Sharding)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _constraint(shape: tuple[int, ...], dtype: object, sharding: NamedSharding) -> JaxprEqn:
+    # JAX makes the equation itself, so that no parameter of the primitive is spelled here.
+    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
+        jax.ShapeDtypeStruct(shape, dtype)
+    )
+    return traced.jaxpr.eqns[0]
+
+
+def constraint_equation(
+    source: Var, target: Var, sharding: NamedSharding, tag: str, like: JaxprEqn | None
+) -> JaxprEqn:
+    """An equation `target = sharding_constraint(source)`.
+
+    Args:
+      tag: a name scope the lowered operation carries in its location.
+      like: the equation whose source location the constraint takes, so that messages name the
+        user's line.
+    """
+    eqn = _constraint(source.aval.shape, source.aval.dtype, sharding)
+    info = (like or eqn).source_info
+    info = info.replace(name_stack=info.name_stack.extend(tag))
+    return eqn.replace(invars=[source], outvars=[target], source_info=info)
+
+
+def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
+    """A mesh without devices whose axes are Auto (the default is Explicit from jax 0.12 on)."""
+    names = tuple(name for name, _ in axes)
+    sizes = tuple(size for _, size in axes)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def open_sharding(rank: int) -> NamedSharding:
+    """A sharding that leaves every dimension to the partitioner, on a stand-in mesh."""
+    return NamedSharding(abstract_mesh([("_", 2)]), PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * rank))
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """`file:line` of the user's code that made an equation, "" if unknown."""
+    try:
+        from jax._src import source_info_util  # no public name gives the frame (0.10, 0.12)
+
+        frame = source_info_util.user_frame(eqn.source_info.traceback)
+        return f"{frame.file_name}:{frame.start_line}" if frame else ""
+    except (ImportError, AttributeError, TypeError):
+        return ""
+
+
+def scan_carries(eqn: JaxprEqn) -> list[tuple[int, int]]:
+    """(index among the results, index among the operands) of each carry of a scan.
+
+    jax 0.10 and 0.11 count constants and carries; 0.12 keeps the structure, and may interleave.
+    """
+    params = eqn.params
+    if "num_consts" in params:
+        consts, carry = params["num_consts"], params["num_carry"]
+        return [(k, consts + k) for k in range(carry)]
+    _, carry_in, _ = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+    carry_out, _ = params["ft_out"].update(list(range(len(eqn.outvars)))).unpack()
+    return list(zip(list(carry_out), list(carry_in), strict=True))

@@ -1,0 +1,442 @@
+"""StableHLO modules and the Shardy partitioner in process (jaxlib.mlir, sdy dialect; 0.10 to 0.12)."""
+
+import functools
+import io
+import re
+from collections.abc import Iterator, Sequence
+
+import jax
+from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir.dialects import sdy
+
+from autoshard.compat import jaxprs
+
+Module = ir.Module
+Operation = ir.Operation
+Value = ir.Value
+
+_PROPAGATE = (
+    "builtin.module(sdy-propagation-pipeline,sdy-close-shardings,"
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
+)
+_RULES = "builtin.module(sdy-flatten-call-graph,symbol-dce,func.func(sdy-populate-op-sharding-rules))"
+MESH_NAME = "mesh"
+
+
+def lower_abstract(
+    closed: jaxprs.ClosedJaxpr, shapes: Sequence[jax.ShapeDtypeStruct], platform: str
+) -> Module:
+    """Lowers a flat step for a platform without any device; no argument is dropped."""
+    jitted = jax.jit(jaxprs.as_function(closed), keep_unused=True)
+    lowered = jitted.trace(*shapes).lower(lowering_platforms=(platform,))
+    return lowered.compiler_ir("stablehlo")
+
+
+def run_passes(operation: Operation, pipeline: str) -> None:
+    manager = passmanager.PassManager.parse(pipeline)
+    manager.enable_verifier(False)  # halves the time; the compiler verifies the real program
+    manager.run(operation)
+
+
+def clone(module: Module) -> Operation:
+    return module.operation.clone()
+
+
+def flatten(module: Module) -> Operation:
+    """A copy of the module's main function with every call inlined, loop bodies included."""
+    with module.context, ir.Location.unknown(module.context):
+        copy = clone(module)
+        functions = {
+            op.operation.attributes["sym_name"].value: op.operation
+            for op in copy.regions[0].blocks[0].operations
+            if op.operation.name == "func.func"
+        }
+        _inline(functions["main"].regions[0].blocks[0], functions, set())
+        run_passes(copy, "builtin.module(symbol-dce)")
+    return copy
+
+
+def _inline(block: ir.Block, functions: dict[str, Operation], done: set[str]) -> None:
+    """Inlines every call in a block (MLIR's own inliner leaves calls in StableHLO loops alone)."""
+    for op in list(block.operations):
+        operation = op.operation
+        for region in operation.regions:
+            for inner in region.blocks:
+                _inline(inner, functions, done)
+        if operation.name != "func.call":
+            continue
+        name = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
+        callee = functions[name].regions[0].blocks[0]
+        if name not in done:
+            done.add(name)
+            _inline(callee, functions, done)
+        values = dict(zip(callee.arguments, operation.operands, strict=True))
+        point = ir.InsertionPoint(operation)
+        body = list(callee.operations)
+        for inner in body[:-1]:
+            new = inner.operation.clone(point)
+            _remap(new, values)
+            values.update(zip(inner.operation.results, new.results, strict=True))
+        for result, returned in zip(
+            operation.results, body[-1].operation.operands, strict=True
+        ):
+            result.replace_all_uses_with(values[returned])
+        operation.erase()
+
+
+def _remap(operation: Operation, values: dict[Value, Value]) -> None:
+    """Points an operation, and what it holds inside, at the values that replace its operands."""
+    for i, operand in enumerate(operation.operands):
+        if operand in values:
+            operation.operands[i] = values[operand]
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                _remap(inner.operation, values)
+
+
+def with_rules(operation: Operation) -> Operation:
+    """A copy whose operations carry the partitioner's factor mapping, `sdy.sharding_rule`."""
+    with operation.context:
+        copy = operation.clone()
+        run_passes(copy, _RULES)
+    return copy
+
+
+def propagate(operation: Operation) -> None:
+    """Runs the partitioner in place, up to explicit collectives."""
+    run_passes(operation, _PROPAGATE)
+
+
+def bytecode(operation: Operation, strip_locations: bool = True) -> bytes:
+    """The module as bytecode; without locations equal programs have equal bytes."""
+    with operation.context:
+        if strip_locations:
+            operation = operation.clone()
+            run_passes(operation, "builtin.module(strip-debuginfo)")
+        buffer = io.BytesIO()
+        operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
+TAG = "autoshard.op"
+
+
+def tag(module: Operation) -> None:
+    """Numbers the operations of main in walking order; the numbers survive propagation."""
+    with module.context:
+        kind = ir.IntegerType.get_signless(32)
+        for i, op in enumerate(walk(main_function(module).regions[0].blocks[0])):
+            op.attributes[TAG] = ir.IntegerAttr.get(kind, i)
+
+
+def constraint_locations(module: Operation) -> list[tuple[int, str]]:
+    """(tag, location) of every sharding constraint in a tagged module."""
+    return [
+        (op.attributes[TAG].value, str(op.location))
+        for op in walk(main_function(module).regions[0].blocks[0])
+        if op.name == "sdy.sharding_constraint"
+    ]
+
+
+def text(module: Operation) -> str:
+    """The module as text, without locations; large constants are written whole."""
+    return str(module.get_asm(enable_debug_info=False))
+
+
+def main_function(module: Operation) -> Operation:
+    for op in module.regions[0].blocks[0].operations:
+        if op.operation.name == "func.func" and op.operation.attributes["sym_name"].value == "main":
+            return op.operation
+    raise ValueError("the module has no main function")
+
+
+def mesh_operation(module: Operation) -> Operation | None:
+    for op in module.regions[0].blocks[0].operations:
+        if op.operation.name == "sdy.mesh":
+            return op.operation
+    return None
+
+
+def shape_of(value: Value) -> tuple[int, ...]:
+    return shape_and_bits(str(value.type))[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def shape_and_bits(type_text: str) -> tuple[tuple[int, ...], int]:
+    """(dimensions, bits an element) of a printed tensor type such as `tensor<8x4xbf16>`.
+
+    Tokens and tuples have no elements: ((0,), 0).
+    """
+    found = re.fullmatch(r"tensor<((?:\d+x)*)([^,>]+(?:<[^>]*>)?)(?:,.*)?>", type_text)
+    if not found:
+        return (0,), 0
+    dims = tuple(int(d) for d in found.group(1).split("x") if d)
+    element = found.group(2)
+    if element == "i1":
+        return dims, 8
+    if element.startswith("complex"):
+        return dims, 2 * int(re.search(r"f(\d+)", element).group(1))  # type: ignore[union-attr]
+    bits = re.search(r"(\d+)", element)
+    return dims, int(bits.group(1)) if bits else 0
+
+
+class Factors:
+    """One operation's factor mapping: which dimensions of operands and results go together.
+
+    Attributes:
+      sizes: of each factor.
+      operands, results: for each value, for each dimension, the factors major to minor.
+      replicated: factors that the partitioner can only replicate.
+    """
+
+    __slots__ = ("operands", "replicated", "results", "sizes")
+
+    def __init__(self, attribute: ir.Attribute):
+        rule = sdy.OpShardingRuleAttr(attribute)
+        self.sizes = list(rule.factor_sizes)
+        self.operands = [_dimensions(m) for m in rule.operand_mappings]
+        self.results = [_dimensions(m) for m in rule.result_mappings]
+        self.replicated = set(rule.need_replication_factors)
+
+
+def _dimensions(mapping: ir.Attribute) -> list[list[int]]:
+    dims = sdy.TensorMappingAttr(mapping).dim_mappings
+    return [list(sdy.DimMappingAttr(d).factor_indices) for d in dims]
+
+
+def factors_of(operation: Operation) -> Factors | None:
+    """The factor mapping of an operation after `with_rules`, None where it has none."""
+    attributes = operation.attributes
+    if "sdy.sharding_rule" not in attributes:
+        return None
+    return Factors(attributes["sdy.sharding_rule"])
+
+
+def walk(block: ir.Block) -> Iterator[Operation]:
+    """Every operation of a block and of the regions inside, in order, outer before inner."""
+    for op in block.operations:
+        operation = op.operation
+        yield operation
+        if operation.name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"):
+            for region in operation.regions:
+                for inner in region.blocks:
+                    yield from walk(inner)
+
+
+Dims = tuple[tuple[tuple[str, ...], bool], ...]
+"""For each dimension the mesh axes that shard it and whether the partitioner may add more."""
+
+
+def sharding_text(dims: Dims) -> str:
+    """The Shardy attribute for one tensor, as text."""
+    parts = []
+    for axes, is_open in dims:
+        names = ", ".join(f'"{a}"' for a in axes)
+        parts.append("{" + names + (", ?" if names and is_open else "?" if is_open else "") + "}")
+    return f"#sdy.sharding<@{MESH_NAME}, [{', '.join(parts)}]>"
+
+
+class Attributes:
+    """Parses attributes of one context, each text once."""
+
+    def __init__(self, context: ir.Context):
+        self._context = context
+        self._memo: dict[str, ir.Attribute] = {}
+
+    def __call__(self, text: str) -> ir.Attribute:
+        found = self._memo.get(text)
+        if found is None:
+            found = self._memo[text] = ir.Attribute.parse(text, context=self._context)
+        return found
+
+
+def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
+    axes = ", ".join(f'"{name}"={size}' for name, size in mesh)
+    return f"#sdy.mesh<[{axes}]>"
+
+
+@functools.lru_cache(maxsize=65536)
+def parse_sharding(text: str) -> tuple[tuple[str, ...], ...]:
+    """Mesh axes of each dimension in a printed `#sdy.sharding<@mesh, [{"x"}, {}]>`.
+
+    A part of an axis is printed `"x":(1)4`; it is kept in that form.
+    """
+    body = text[text.index("[") + 1 : text.rindex("]")] if "[" in text else ""
+    if "replicated" in text:
+        body = text[text.index("[") + 1 : text.index("]")]
+    dims = []
+    for part in re.findall(r"\{([^}]*)\}", body):
+        dims.append(tuple(re.findall(r'"[^"]+"(?::\(\d+\)\d+)?', part)))
+    return tuple(tuple(a.strip('"') if ":" not in a else a for a in dim) for dim in dims)
+
+
+def axis_size(axis: str, sizes: dict[str, int]) -> int:
+    """Size of a mesh axis, or of a part of one (`"x":(1)4`)."""
+    if ":(" in axis:
+        return int(axis.rsplit(")", 1)[1])
+    return sizes[axis]
+
+
+Communication = tuple[str, tuple[str, ...], float, float, int, int, tuple[str, ...], str]
+
+
+class Judged:
+    """What the partitioner made of one layout, as plain data.
+
+    Attributes:
+      shards: tag -> for each result the set of mesh axes (or parts) that divide it.
+      contracted: tag of a product or reduction -> mesh axes that divide its work.
+      communication: (operation, mesh axes, local bytes in, local bytes out, a tag of its block, tag
+        of the operation before it, axes sliced right after it, location).
+      argument_axes: mesh axes of each argument of main.
+    """
+
+    __slots__ = ("argument_axes", "communication", "contracted", "shards")
+
+    def __init__(self) -> None:
+        self.shards: dict[int, tuple[frozenset[str], ...]] = {}
+        self.contracted: dict[int, frozenset[str]] = {}
+        self.communication: list[Communication] = []
+        self.argument_axes: list[frozenset[str]] = []
+
+
+_CONTRACTING = frozenset({"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.reduce"})
+
+
+def judge(
+    module: Operation,
+    mesh: Sequence[tuple[str, int]],
+    inputs: Sequence[Dims],
+    outputs: Sequence[Dims],
+    sites: dict[int, Dims],
+    site_of_tag: dict[int, int],
+    attributes: Attributes,
+) -> Judged:
+    """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result."""
+    sizes = dict(mesh)
+    with module.context:
+        copy = module.clone()
+        operation = mesh_operation(copy)
+        if operation is None:
+            raise ValueError("the module has no mesh: it has no sites")
+        operation.attributes["mesh"] = attributes(mesh_text(mesh))
+        main = main_function(copy)
+        main.attributes["arg_attrs"] = attributes(
+            "[" + ", ".join("{sdy.sharding = " + sharding_text(d) + "}" for d in inputs) + "]"
+        )
+        main.attributes["res_attrs"] = attributes(
+            "[" + ", ".join("{sdy.sharding = " + sharding_text(d) + "}" for d in outputs) + "]"
+        )
+        for op in walk(main.regions[0].blocks[0]):
+            if op.name == "sdy.sharding_constraint":
+                dims = sites.get(site_of_tag.get(op.attributes[TAG].value, -1))
+                if dims is not None:
+                    op.attributes["sharding"] = attributes(sharding_text(dims))
+        propagate(copy)
+        return _read(main_function(copy), sizes)
+
+
+def _read(main: Operation, sizes: dict[str, int]) -> Judged:
+    judged = Judged()
+    memo: dict[ir.Attribute, tuple[frozenset[str], ...]] = {}
+
+    def axes_of(attribute: ir.Attribute) -> tuple[frozenset[str], ...]:
+        found = memo.get(attribute)
+        if found is None:
+            parts = str(attribute).split("<@")[1:]
+            found = tuple(
+                frozenset(a for dim in parse_sharding("<@" + part) for a in dim) for part in parts
+            )
+            memo[attribute] = found
+        return found
+
+    of_value: dict[Value, frozenset[str]] = {}
+    empty: frozenset[str] = frozenset()
+    block = main.regions[0].blocks[0]
+    for argument, attribute in zip(block.arguments, main.attributes["arg_attrs"], strict=True):
+        named = ir.DictAttr(attribute)
+        axes = axes_of(named["sdy.sharding"])[0] if "sdy.sharding" in named else empty
+        of_value[argument] = axes
+        judged.argument_axes.append(axes)
+
+    def bytes_of(value: Value, axes: frozenset[str]) -> float:
+        dims, bits = shape_and_bits(str(value.type))
+        size = float(bits) / 8
+        for n in dims:
+            size *= n
+        for a in axes:
+            size /= axis_size(a, sizes)
+        return size
+
+    def visit(block: ir.Block) -> None:
+        # Collectives take the trip count of the block they stand in: that of its first operation.
+        own_tag = next((o.attributes[TAG].value for o in block.operations if TAG in o.attributes), -1)
+        last_tag = own_tag
+        for o in block.operations:
+            op = o.operation
+            held = op.attributes
+            name = op.name
+            if TAG in held:
+                last_tag = held[TAG].value
+                shards: tuple[frozenset[str], ...] = ()
+                if "sdy.sharding" in held:
+                    shards = axes_of(held["sdy.sharding"])
+                results = op.results
+                shards += (empty,) * (len(results) - len(shards))
+                judged.shards[last_tag] = shards
+                for result, axes in zip(results, shards, strict=False):
+                    of_value[result] = axes
+                if name in _CONTRACTING:
+                    every = set(shards[0])
+                    for operand in op.operands:
+                        every |= of_value.get(operand, empty)
+                    judged.contracted[last_tag] = frozenset(every)
+                if name == "stablehlo.while":
+                    for region in op.regions:
+                        inner = region.blocks[0]
+                        for argument, axes in zip(inner.arguments, shards, strict=True):
+                            of_value[argument] = axes
+                        visit(inner)
+                elif name in ("stablehlo.case", "stablehlo.if"):
+                    for region in op.regions:
+                        for inner in region.blocks:
+                            visit(inner)
+            elif name.startswith("sdy.") and "out_sharding" in held:
+                out = axes_of(held["out_sharding"])[0]
+                result = op.results[0]
+                of_value[result] = out
+                if name == "sdy.all_slice":
+                    continue
+                before = of_value.get(op.operands[0], empty)
+                sliced: tuple[str, ...] = ()
+                if name == "sdy.all_reduce":
+                    involved = tuple(dict.fromkeys(_AXIS.findall(str(held["reduction_axes"]))))
+                    users = list(result.uses)
+                    if len(users) == 1 and users[0].owner.name == "sdy.all_slice":
+                        after = axes_of(users[0].owner.attributes["out_sharding"])[0]
+                        sliced = tuple(sorted(after - out))
+                elif name == "sdy.all_gather":
+                    involved = tuple(dict.fromkeys(_AXIS.findall(str(held["gathering_axes"]))))
+                elif name == "sdy.all_to_all":
+                    involved = tuple(dict.fromkeys(_AXIS.findall(str(held["params"]))))
+                else:
+                    involved = tuple(sorted(out | before))
+                judged.communication.append(
+                    (
+                        name.removeprefix("sdy."),
+                        tuple(a.strip('"') if ":" not in a else a for a in involved),
+                        bytes_of(op.operands[0], before),
+                        bytes_of(result, out),
+                        own_tag,
+                        last_tag,
+                        sliced,
+                        str(op.location)[:200],
+                    )
+                )
+
+    visit(block)
+    return judged
+
+
+_AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')

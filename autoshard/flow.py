@@ -1,0 +1,213 @@
+"""Data flow of a step: which values are state, or gradients on their way into the new state.
+
+A value is *storage* when it is computed from the state alone, or when it reaches the new state
+through operations that neither contract nor reduce (sums of gradients, casts, optimizer
+arithmetic), or when it is computed elementwise from such values alone. Everything else is
+*compute*. No name and no shape of any model is looked at.
+"""
+
+import math
+from collections.abc import Sequence
+
+from autoshard.compat import jaxprs
+
+CONTRACTIONS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot"}
+)
+"""Operations that bring a parameter to an activation."""
+
+_STOPS = CONTRACTIONS | {
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_prod",
+    "reduce_and",
+    "reduce_or",
+    "argmax",
+    "argmin",
+    "gather",
+    "scatter",
+    "scatter-add",
+    "scatter-mul",
+    "scatter-min",
+    "scatter-max",
+    "scatter_add",
+    "sort",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cumlogsumexp",
+    "shard_map",
+    "pallas_call",
+    "custom_call",
+    "ffi_call",
+    "cholesky",
+    "triangular_solve",
+    "eigh",
+    "svd",
+    "qr",
+    "fft",
+}
+_RESIZES = frozenset(
+    "concatenate slice pad dynamic_slice dynamic_update_slice squeeze expand_dims split".split()
+)
+STATE, BATCH, STORAGE = 1, 2, 4
+
+
+class Flow:
+    """Flags of every variable of a step, those of inner jaxprs included.
+
+    Attributes:
+      flags: variable -> STATE (depends on the state), BATCH (depends on the batch), STORAGE.
+    """
+
+    def __init__(self, closed: jaxprs.ClosedJaxpr, state_count: int, returned: int):
+        self.flags: dict[jaxprs.Var, int] = {}
+        jaxpr = closed.jaxpr
+        batch_count = len(jaxpr.invars) - state_count
+        self._forward(jaxpr, [STATE] * state_count + [BATCH] * batch_count)
+        self._into_state: set[jaxprs.Var] = set()
+        count = len(jaxpr.outvars)
+        self._backward(jaxpr, [i < returned for i in range(count)])
+        for var in self._into_state:
+            self.flags[var] = self.flags.get(var, 0) | STORAGE
+        for var, flags in list(self.flags.items()):
+            if flags == STATE:
+                self.flags[var] = flags | STORAGE
+        self._elementwise(jaxpr)
+        del self._into_state
+
+    def of(self, var: object) -> int:
+        return 0 if isinstance(var, jaxprs.Literal) else self.flags.get(var, 0)
+
+    def storage(self, var: object) -> bool:
+        return bool(self.of(var) & STORAGE)
+
+    def state_only(self, var: object) -> bool:
+        return self.of(var) & (STATE | BATCH) == STATE
+
+    def _forward(self, jaxpr: jaxprs.Jaxpr, ins: Sequence[int]) -> list[int]:
+        """Taints: what each value depends on."""
+        flags = self.flags
+        for var, flag in zip(jaxpr.invars, ins, strict=True):
+            flags[var] = flags.get(var, 0) | flag
+        for eqn in jaxpr.eqns:
+            inner = inner_links(eqn)
+            if inner:
+                outs = [0] * len(eqn.outvars)
+                for body, operands, results, carries in inner:
+                    given = [self.of(eqn.invars[i]) if i is not None else 0 for i in operands]
+                    while True:
+                        returned = self._forward(body, given)
+                        grown = list(given)
+                        for o, i in carries:
+                            grown[i] |= returned[o]
+                        if grown == given:
+                            break
+                        given = grown
+                    for o, flag in zip(results, returned, strict=True):
+                        if o is not None:
+                            outs[o] |= flag
+            else:
+                every = 0
+                for v in eqn.invars:
+                    every |= self.of(v)
+                outs = [every] * len(eqn.outvars)
+            for v, flag in zip(eqn.outvars, outs, strict=True):
+                flags[v] = flags.get(v, 0) | flag
+        return [self.of(v) for v in jaxpr.outvars]
+
+    def _backward(self, jaxpr: jaxprs.Jaxpr, outs: Sequence[bool]) -> list[bool]:
+        """Marks what reaches the new state without being contracted or reduced."""
+        marked = self._into_state
+        for v, flag in zip(jaxpr.outvars, outs, strict=True):
+            if flag and not isinstance(v, jaxprs.Literal):
+                marked.add(v)
+        for eqn in reversed(jaxpr.eqns):
+            hit = [v in marked for v in eqn.outvars]
+            if not any(hit):
+                continue
+            inner = inner_links(eqn)
+            if inner:
+                for body, operands, results, carries in inner:
+                    wanted = [o is not None and hit[o] for o in results]
+                    while True:
+                        needed = self._backward(body, wanted)
+                        grown = list(wanted)
+                        for o, i in carries:
+                            grown[o] |= needed[i]
+                        if grown == wanted:
+                            break
+                        wanted = grown
+                    for i, flag in zip(operands, needed, strict=True):
+                        if flag and i is not None and not isinstance(eqn.invars[i], jaxprs.Literal):
+                            marked.add(eqn.invars[i])
+            elif eqn.primitive.name not in _STOPS:
+                for v in eqn.invars:
+                    if not isinstance(v, jaxprs.Literal) and _passes(eqn, v):
+                        marked.add(v)
+        return [v in marked for v in jaxpr.invars]
+
+    def _elementwise(self, jaxpr: jaxprs.Jaxpr, seen: set[int] | None = None) -> None:
+        """Values computed elementwise from storage values alone are storage too."""
+        seen = set() if seen is None else seen
+        if id(jaxpr) in seen:
+            return
+        seen.add(id(jaxpr))
+        for eqn in jaxpr.eqns:
+            inner = inner_links(eqn)
+            for body, operands, results, _ in inner:
+                for i, v in zip(operands, body.invars, strict=True):
+                    if i is not None and self.storage(eqn.invars[i]):
+                        self.flags[v] |= STORAGE
+                self._elementwise(body, seen)
+                for o, v in zip(results, body.outvars, strict=True):
+                    if o is not None and self.storage(v):
+                        self.flags[eqn.outvars[o]] |= STORAGE
+            if inner or eqn.primitive.name in _STOPS:
+                continue
+            arrays = [v for v in eqn.invars if getattr(v.aval, "shape", ())]
+            if arrays and all(self.storage(v) for v in arrays):
+                for out in eqn.outvars:
+                    if any(_passes(eqn, v) for v in arrays):
+                        self.flags[out] |= STORAGE
+
+
+def _passes(eqn: jaxprs.JaxprEqn, operand: object) -> bool:
+    """Whether an operand keeps its size through a non-contracting equation."""
+    shape = getattr(operand.aval, "shape", ())
+    if not shape:
+        return False
+    if eqn.primitive.name in _RESIZES:
+        return True
+    size = math.prod(shape)
+    return any(math.prod(getattr(o.aval, "shape", ())) == size for o in eqn.outvars)
+
+
+Link = tuple[
+    jaxprs.Jaxpr, list[int | None], list[int | None], list[tuple[int, int]]
+]  # body, operand of each invar, result of each outvar, (outvar, invar) pairs of loop carries
+
+
+def inner_links(eqn: jaxprs.JaxprEqn) -> list[Link]:
+    """How the values of an equation's inner jaxprs correspond to its operands and results."""
+    name = eqn.primitive.name
+    links: list[Link] = []
+    for _, _, inner in jaxprs.inner_jaxprs(eqn):
+        body = jaxprs.open_jaxpr(inner)
+        n_in, n_out = len(body.invars), len(body.outvars)
+        operands: list[int | None] = list(range(n_in))
+        results: list[int | None] = list(range(n_out))
+        carries: list[tuple[int, int]] = []
+        if name == "scan":
+            carries = jaxprs.scan_carries(eqn)
+        elif name == "while":
+            skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            operands = [skip + k for k in range(n_in)]
+            carries = [(k, consts + k) for k in range(n_out)]
+        elif name == "cond":
+            operands = [1 + k for k in range(n_in)]
+        if n_in > len(eqn.invars) or n_out != len(eqn.outvars):
+            continue  # a form this version does not know: nothing inside is touched
+        links.append((body, operands, results, carries))
+    return links

@@ -1,0 +1,17 @@
+"""What the compiler says in its optimized, scheduled HLO text: read it, group it, count it."""
+
+from autoshard.hlo.counts import HloCounts as HloCounts
+from autoshard.hlo.counts import count as count
+from autoshard.hlo.groups import Groups as Groups
+from autoshard.hlo.groups import axes_of_groups as axes_of_groups
+from autoshard.hlo.groups import axes_of_pairs as axes_of_pairs
+from autoshard.hlo.groups import groups_of_axes as groups_of_axes
+from autoshard.hlo.groups import parse_groups as parse_groups
+from autoshard.hlo.groups import parse_pairs as parse_pairs
+from autoshard.hlo.parse import parse as parse
+from autoshard.hlo.records import Computation as Computation
+from autoshard.hlo.records import HloError as HloError
+from autoshard.hlo.records import HloModule as HloModule
+from autoshard.hlo.records import Instruction as Instruction
+from autoshard.hlo.records import Shape as Shape
+from autoshard.hlo.trips import trip_count as trip_count

@@ -1,0 +1,217 @@
+"""Floating-point work of one instruction.
+
+Matrix products and convolutions are exact, as in XLA's own cost analysis (HloCostAnalysis, 2026):
+for convolutions only the taps that fall on data count, which matters on TPU, where a batched
+matrix product is printed as a dilated convolution. Everything else counts one operation for each
+output element (elementwise) or each input element (reductions), whatever the operation.
+"""
+
+import functools
+import math
+import re
+
+from autoshard.hlo.records import Computation, HloError, Instruction, Shape
+
+TRANSCENDENTAL = frozenset(
+    (
+        "atan2",
+        "cbrt",
+        "cosine",
+        "erf",
+        "exponential",
+        "exponential-minus-one",
+        "log",
+        "log-plus-one",
+        "logistic",
+        "power",
+        "rsqrt",
+        "sine",
+        "sqrt",
+        "tan",
+        "tanh",
+    )
+)
+ELEMENTWISE = TRANSCENDENTAL | frozenset(
+    (
+        "abs",
+        "add",
+        "and",
+        "ceil",
+        "clamp",
+        "compare",
+        "complex",
+        "convert",
+        "count-leading-zeros",
+        "divide",
+        "floor",
+        "imag",
+        "is-finite",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negate",
+        "not",
+        "or",
+        "popcnt",
+        "real",
+        "reduce-precision",
+        "remainder",
+        "round-nearest-afz",
+        "round-nearest-even",
+        "select",
+        "shift-left",
+        "shift-right-arithmetic",
+        "shift-right-logical",
+        "sign",
+        "stochastic-convert",
+        "subtract",
+        "xor",
+    )
+)
+
+
+def matmul_flops(instruction: Instruction, computation: Computation) -> float | None:
+    """Operations of a matrix product or convolution, 2 a multiply-add; None for anything else.
+
+    Args:
+      instruction: a dot, a convolution, or a custom call of a library that computes one.
+      computation: where its operands are found.
+    """
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in ("dot", "ragged-dot", "scaled-dot"):
+        lhs = _operand(instruction, computation, 0)
+        depth = math.prod(lhs.dims[i] for i in instruction.ints("lhs_contracting_dims"))
+        return 2.0 * instruction.shape.size * depth
+    if opcode == "convolution":
+        shapes = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
+        return _convolution(instruction, shapes[0], shapes[1], instruction.shape)
+    if opcode == "custom-call":
+        return _library_call(instruction, computation)
+    return None
+
+
+def _operand(instruction: Instruction, computation: Computation, index: int) -> Shape:
+    return computation.find(instruction.operands[index]).shape
+
+
+def _library_call(instruction: Instruction, computation: Computation) -> float | None:
+    target = instruction.custom_call_target
+    if not target.startswith("__"):
+        return None
+    if instruction.attribute("dim_labels"):
+        return _library_convolution(instruction, computation)
+    if not re.search("matmul|gemm", target, re.IGNORECASE):
+        return None
+    lhs, rhs = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
+    out = instruction.shape
+    config = instruction.attribute("backend_config")
+    if found := re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config):
+        return 2.0 * out.size * math.prod(lhs.dims[int(i)] for i in re.findall(r"\d+", found[1]))
+    # lhs = B M K, rhs = B K N, out = B M N, whichever of them are transposed; so K^2 follows.
+    batch = math.prod(rhs.dims[:-2])
+    return 2.0 * out.size * math.sqrt(lhs.size * rhs.size / (out.size * batch) if out.size else 0)
+
+
+def _library_convolution(instruction: Instruction, computation: Computation) -> float:
+    """cuDNN prints its backward convolutions with the dimensions of the forward one."""
+    first, second = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
+    result = instruction.shape
+    if "BackwardInput" in instruction.custom_call_target:
+        return _convolution(instruction, result, second, first)
+    if "BackwardFilter" in instruction.custom_call_target:
+        return _convolution(instruction, first, result, second)
+    return _convolution(instruction, first, second, result)
+
+
+def _convolution(instruction: Instruction, lhs: Shape, rhs: Shape, out: Shape) -> float:
+    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels"))
+    if not labels:
+        raise HloError(
+            f"%{instruction.name}: expected dim_labels such as b01f_01io->b01f, "
+            f"got {instruction.attribute('dim_labels')!r}"
+        )
+    window = _window(instruction.attribute("window"))
+    taps = 1
+    for d in sorted(label for label in labels[3] if label.isdigit()):
+        at = int(d)
+        low = window["pad"][at][0] if "pad" in window else 0
+        taps *= _taps(
+            lhs.dims[labels[1].index(d)],
+            rhs.dims[labels[2].index(d)],
+            out.dims[labels[3].index(d)],
+            window["stride"][at][0] if "stride" in window else 1,
+            low,
+            window["lhs_dilate"][at][0] if "lhs_dilate" in window else 1,
+            window["rhs_dilate"][at][0] if "rhs_dilate" in window else 1,
+        )
+    features = lhs.dims[labels[1].index("f")] // _count(instruction, "feature_group_count")
+    batch = lhs.dims[labels[1].index("b")] // _count(instruction, "batch_group_count")
+    return 2.0 * features * out.dims[labels[3].index("f")] * batch * taps
+
+
+def _count(instruction: Instruction, name: str) -> int:
+    return int(instruction.attribute(name) or 1)
+
+
+def _window(text: str) -> dict[str, list[tuple[int, ...]]]:
+    """`{size=3x3 pad=0_1x0_1}` as lists by dimension; padding is (low, high)."""
+    return {
+        key: [tuple(int(n) for n in part.split("_")) for part in value.split("x")]
+        for key, value in re.findall(r"(\w+)=([\dx_\-]+)", text)
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def _taps(data: int, kernel: int, out: int, stride: int, low: int, spread: int, step: int) -> int:
+    """Pairs of (output position, kernel position) on one dimension that fall on data.
+
+    Args:
+      spread: dilation of the data; step: dilation of the kernel; low: padding in front.
+    """
+    extent = (data - 1) * spread + 1 if data else 0
+    common = math.gcd(stride, spread)
+    period = spread // common
+    total = 0
+    for k in range(kernel):
+        offset = k * step - low
+        if offset % common:
+            continue
+        # Output positions o with 0 <= o * stride + offset < extent that hit a multiple of spread.
+        first = max(0, -(offset // stride))
+        last = min(out - 1, (extent - 1 - offset) // stride)
+        wanted = -(offset // common) * pow(stride // common, -1, period) % period
+        first += (wanted - first) % period
+        if first <= last:
+            total += (last - first) // period + 1
+    return total
+
+
+def plain_flops(instruction: Instruction, computation: Computation) -> float:
+    """Operations of anything that is no matrix product; moving data costs none."""
+    opcode = instruction.opcode
+    if opcode in ELEMENTWISE or opcode in ("map", "rng", "rng-bit-generator"):
+        return float(instruction.shapes[-1].size)
+    if opcode == "reduce":
+        inputs = instruction.operands[: len(instruction.operands) // 2]
+        return float(sum(computation.find(name).shape.size for name in inputs))
+    if opcode == "reduce-window":
+        sizes = _window(instruction.attribute("window")).get("size", [])
+        window = math.prod(size[0] for size in sizes)
+        return float(window * sum(shape.size for shape in instruction.shapes))
+    if opcode == "select-and-scatter":
+        sizes = _window(instruction.attribute("window")).get("size", [])
+        return float(math.prod(s[0] for s in sizes) * _operand(instruction, computation, 1).size)
+    if opcode == "scatter":
+        updates = instruction.operands[len(instruction.operands) // 2 + 1 :]
+        return float(sum(computation.find(name).shape.size for name in updates))
+    if opcode == "sort":
+        extent = instruction.shape.dims[instruction.ints("dimensions")[0]]
+        return float(instruction.shape.size * max(1, (extent - 1).bit_length()))
+    if opcode == "fft":
+        length = math.prod(instruction.ints("fft_length"))
+        return 5.0 * instruction.shape.size * max(1, length.bit_length() - 1)
+    if opcode == "cholesky":
+        return instruction.shape.size * instruction.shape.dims[-1] / 3.0
+    if opcode == "triangular-solve":
+        return float(instruction.shape.size * _operand(instruction, computation, 0).dims[-1])
+    return 0.0

@@ -1,0 +1,363 @@
+"""Workloads from Flax NNX modules and Flax Linen modules.
+
+Both make a `TrainState` of plain arrays: boxes that carry metadata (NNX Variables, Linen's
+`Partitioned`) come off for the step, and `nnx_model` and `linen_variables` put them on again.
+Everything that a step changes is in the state: batch statistics, random keys and their counts.
+
+Flax is imported when a function is called; the optimizer is any object with optax's `init` and
+`update`, so optax is never imported.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol  # the user's own pytrees have no narrower type
+
+import jax
+import jax.numpy as jnp
+
+from autoshard.errors import WorkloadError
+from autoshard.workload import Workload
+
+if TYPE_CHECKING:
+    from flax import linen, nnx
+
+Names = dict[str, tuple[str | None, ...]]
+Gradient = Callable[[Any, Any, Any], tuple[Any, Any, dict[str, Any]]]
+"""(params, extra, batch) -> (gradients, new extra, metrics with "loss")."""
+
+
+class Optimizer(Protocol):
+    """optax's GradientTransformation: a pair of pure functions over pytrees of parameters."""
+
+    # Properties, not methods: optax's own class is a NamedTuple of two functions.
+    @property
+    def init(self) -> Callable[[Any], Any]: ...
+
+    @property
+    def update(self) -> Callable[..., tuple[Any, Any]]: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """Everything one step hands to the next; arrays in nested dicts, no Flax objects.
+
+    Attributes:
+      step: int32 scalar, steps done.
+      params: the trained arrays.
+      extra: what the model changes besides: batch statistics, random keys and their counts.
+      opt_state: what the optimizer keeps.
+    """
+
+    step: Any
+    params: Any
+    extra: Any
+    opt_state: Any
+
+
+class Apply(Protocol):
+    """What a Linen loss is given in place of `module.apply`: variables and keys are filled in."""
+
+    def __call__(
+        self, *args: Any, method: Callable[..., Any] | str | None = None, **kwargs: Any
+    ) -> Any: ...
+
+
+def nnx_workload(
+    make_model: Callable[[], "nnx.Module"],
+    loss: Callable[[Any, Any], tuple[jax.Array, Mapping[str, Any]]],
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    sample: Callable[[Any], Any] | None = None,
+    accumulate: int = 1,
+) -> Workload:
+    """Makes the train step of an NNX module.
+
+    Args:
+      make_model: () -> module; traced, so it allocates nothing. `nnx.Param`s are trained, every
+        other Variable is carried along. Variables that first appear inside `loss`
+        (intermediates) are dropped.
+      loss: (model, batch) -> (scalar to minimise, dict of further metrics). It may change the
+        model's Variables, as dropout and batch norm do.
+      optimizer: an optax GradientTransformation, or what looks like one.
+      batch: pytree of `jax.ShapeDtypeStruct`, the global batch.
+      sample: see `Workload`.
+      accumulate: parts the batch is split into, one after the other. Loss, gradients and metrics
+        are averaged over them, which is exact for a loss that is a mean over examples.
+
+    Raises:
+      WorkloadError: `accumulate` does not divide the batch.
+    """
+    from flax import nnx
+
+    graphdef, abstract_params, abstract_extra = _split_nnx(make_model, abstract=True)
+
+    def init() -> TrainState:
+        _, params, extra = _split_nnx(make_model, abstract=False)
+        return _initial(optimizer, nnx.to_pure_dict(params), nnx.to_pure_dict(extra))
+
+    def gradient(params: Any, extra: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+        def run(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
+            model = nnx.merge(graphdef, _box(abstract_params, params), _box(abstract_extra, extra))
+            value, metrics = loss(model, batch)
+            after = dict(nnx.to_flat_state(nnx.state(model)))
+            kept = [(path, after[path]) for path, _ in nnx.to_flat_state(abstract_extra)]
+            new_extra = nnx.to_pure_dict(nnx.from_flat_state(kept))
+            return value, (new_extra, {"loss": value, **metrics})
+
+        gradients, (new_extra, metrics) = jax.grad(run, has_aux=True)(params)
+        return gradients, new_extra, metrics
+
+    names = _nnx_names(".params", abstract_params) | _nnx_names(".extra", abstract_extra)
+    return Workload(
+        step=_step(gradient, optimizer, accumulate, batch),
+        init=init,
+        batch=batch,
+        sample=sample,
+        axis_names=_mirrored(names, jax.eval_shape(init)),
+    )
+
+
+def nnx_model(state: TrainState, make_model: Callable[[], "nnx.Module"]) -> Any:
+    """Returns `make_model()`'s module with the arrays of `state` in its Variables, as boxed."""
+    from flax import nnx
+
+    graphdef, params, extra = _split_nnx(make_model, abstract=True)
+    return nnx.merge(graphdef, _box(params, state.params), _box(extra, state.extra))
+
+
+def linen_workload(
+    module: "linen.Module",
+    loss: Callable[[Apply, Any], tuple[jax.Array, Mapping[str, Any]]],
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    inputs: Callable[[Any], tuple[Any, ...]],
+    rngs: Sequence[str] = (),
+    seed: int = 0,
+    sample: Callable[[Any], Any] | None = None,
+    accumulate: int = 1,
+    **init_kwargs: Any,
+) -> Workload:
+    """Makes the train step of a Linen module.
+
+    Args:
+      module: the "params" collection is trained; every other collection that `init` makes is
+        carried along, and mutable in the loss.
+      loss: (apply, batch) -> (scalar to minimise, dict of further metrics). `apply` is
+        `module.apply` with variables, keys and mutable collections filled in; each call sees
+        what the one before it changed.
+      optimizer: an optax GradientTransformation, or what looks like one.
+      batch: pytree of `jax.ShapeDtypeStruct`, the global batch.
+      inputs: batch -> positional arguments of `module.init`.
+      rngs: names of the random keys that `apply` needs, such as "dropout"; new for each step.
+      seed: of the parameters and the keys.
+      sample: see `Workload`.
+      accumulate: as in `nnx_workload`.
+      **init_kwargs: keyword arguments of `module.init`, such as `train=False`.
+
+    Raises:
+      WorkloadError: `accumulate` does not divide the batch.
+    """
+
+    def init() -> TrainState:
+        variables = _unbox(_init_linen(module, batch, inputs, rngs, seed, init_kwargs))
+        extra: dict[str, Any] = {
+            "collections": {k: v for k, v in variables.items() if k != "params"}
+        }
+        if rngs:
+            extra["rngs"] = {name: jax.random.key(seed + 1 + i) for i, name in enumerate(rngs)}
+        return _initial(optimizer, variables["params"], extra)
+
+    def gradient(params: Any, extra: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+        def run(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
+            current = dict(extra)
+
+            def apply(*args: Any, **kwargs: Any) -> Any:
+                keys = {}
+                if rngs:
+                    split = {name: jax.random.split(key) for name, key in current["rngs"].items()}
+                    current["rngs"] = {name: pair[0] for name, pair in split.items()}
+                    keys = {name: pair[1] for name, pair in split.items()}
+                collections = current["collections"]
+                output, changed = module.apply(
+                    {"params": params, **collections},
+                    *args,
+                    rngs=keys,
+                    mutable=list(collections),
+                    **kwargs,
+                )
+                current["collections"] = {**collections, **_unbox(changed)}
+                return output
+
+            value, metrics = loss(apply, batch)
+            return value, (current, {"loss": value, **metrics})
+
+        gradients, (new_extra, metrics) = jax.grad(run, has_aux=True)(params)
+        return gradients, new_extra, metrics
+
+    boxed = jax.eval_shape(lambda: _init_linen(module, batch, inputs, rngs, seed, init_kwargs))
+    return Workload(
+        step=_step(gradient, optimizer, accumulate, batch),
+        init=init,
+        batch=batch,
+        sample=sample,
+        axis_names=_mirrored(_linen_names(boxed), jax.eval_shape(init)),
+    )
+
+
+def linen_variables(
+    state: TrainState,
+    module: "linen.Module",
+    batch: Any,
+    *,
+    inputs: Callable[[Any], tuple[Any, ...]],
+    rngs: Sequence[str] = (),
+    **init_kwargs: Any,
+) -> dict[str, Any]:
+    """Returns the variables of `state` for `module.apply`, in the boxes that `init` put them in."""
+    from flax.core import meta
+
+    boxed = jax.eval_shape(lambda: _init_linen(module, batch, inputs, rngs, 0, init_kwargs))
+    return meta.replace_boxed(boxed, {"params": state.params, **state.extra["collections"]})
+
+
+def _initial(optimizer: Optimizer, params: Any, extra: Any) -> TrainState:
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        extra=extra,
+        opt_state=optimizer.init(params),
+    )
+
+
+def _step(
+    gradient: Gradient, optimizer: Optimizer, accumulate: int, batch: Any
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+    """The train step: gradients, averaged over `accumulate` parts of the batch, then the update."""
+    _check_accumulate(accumulate, batch)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        if accumulate == 1:
+            gradients, extra, metrics = gradient(state.params, state.extra, batch)
+        else:
+            gradients, extra, metrics = _accumulated(gradient, accumulate, state, batch)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
+        return (
+            TrainState(step=state.step + 1, params=params, extra=extra, opt_state=opt_state),
+            metrics,
+        )
+
+    return step
+
+
+def _accumulated(
+    gradient: Gradient, accumulate: int, state: TrainState, batch: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    parts = jax.tree.map(
+        lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), batch
+    )
+
+    def body(carry: tuple[Any, Any], part: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        total, extra = carry
+        gradients, extra, metrics = gradient(state.params, extra, part)
+        return (jax.tree.map(jnp.add, total, gradients), extra), metrics
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    (total, extra), metrics = jax.lax.scan(body, (zeros, state.extra), parts)
+    mean = jax.tree.map(lambda x: x / accumulate, total)
+    return mean, extra, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+
+
+def _check_accumulate(accumulate: int, batch: Any) -> None:
+    if accumulate < 1:
+        raise WorkloadError(f"accumulate must be at least 1, got {accumulate}")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if accumulate > 1 and (not leaf.shape or leaf.shape[0] % accumulate):
+            raise WorkloadError(
+                f"accumulate={accumulate} must divide the first dimension of every batch leaf, "
+                f"got shape {leaf.shape} at batch{jax.tree_util.keystr(path)}"
+            )
+
+
+def _split_nnx(make_model: Callable[[], Any], *, abstract: bool) -> tuple[Any, Any, Any]:
+    """(graphdef, State of trained Variables, State of the others)."""
+    from flax import nnx
+
+    # Flax would shard annotated Variables at birth, by a mesh in context; the plan does it here.
+    with nnx.use_eager_sharding(False):
+        model = nnx.eval_shape(make_model) if abstract else make_model()
+    if not isinstance(model, nnx.Module):
+        raise WorkloadError(f"make_model must return an nnx.Module, got {type(model).__name__}")
+    graphdef, params, extra = nnx.split(model, nnx.Param, ...)
+    return graphdef, params, extra
+
+
+def _box(abstract: Any, arrays: Any) -> Any:
+    """The nnx.State `abstract` with `arrays`, a pure dict of the same paths, in its Variables."""
+    # State and pure dict sort their keys alike, and a Variable is a node with one leaf.
+    return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(arrays))
+
+
+def _init_linen(
+    module: Any, batch: Any, inputs: Any, rngs: Sequence[str], seed: int, init_kwargs: Any
+) -> Any:
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+    split = jax.random.split(jax.random.key(seed), 1 + len(rngs))
+    keys = dict(zip(("params", *rngs), split, strict=True))
+    return module.init(keys, *inputs(zeros), **init_kwargs)
+
+
+def _unbox(tree: Any) -> Any:
+    from flax.core import meta
+
+    return meta.unbox(tree)
+
+
+def _nnx_names(field: str, abstract: Any) -> Names:
+    """Logical names of the Variables that carry them: pytree path in the state -> names."""
+    from flax import nnx
+
+    return {
+        field + "".join(f"[{key!r}]" for key in path): tuple(names)
+        for path, variable in nnx.to_flat_state(abstract)
+        if (names := variable.get_metadata().get("out_sharding"))
+    }
+
+
+def _linen_names(boxed: Any) -> Names:
+    """As `_nnx_names`, from the boxes of `module.init`'s variables."""
+    from flax.core import meta
+
+    names: Names = {}
+    for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=_is_box):
+        if isinstance(box, meta.Partitioned):
+            where = jax.tree_util.keystr(path)
+            tail = where.removeprefix("['params']")
+            names[(".params" if tail != where else ".extra['collections']") + tail] = box.names
+    return names
+
+
+def _is_box(x: Any) -> bool:
+    from flax.core import meta
+
+    return isinstance(x, meta.AxisMetadata)
+
+
+def _mirrored(names: Names, state: TrainState) -> Names:
+    """`names`, and the same for the optimizer's moments of each named parameter.
+
+    A moment is a leaf whose path ends in its parameter's path and which has its shape.
+    """
+    keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
+    shapes = {keystr(path): leaf.shape for path, leaf in leaves(state.params)}
+    found = dict(names)
+    for path, leaf in leaves(state.opt_state):
+        tails = (keystr(path[start:]) for start in range(len(path)))
+        # The longest tail first: `['kernel']` alone is another parameter than `['out']['kernel']`.
+        tail = next((tail for tail in tails if tail in shapes), None)
+        if tail is not None and shapes[tail] == leaf.shape and ".params" + tail in names:
+            found[".opt_state" + keystr(path)] = names[".params" + tail]
+    return found

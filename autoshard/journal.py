@@ -1,0 +1,211 @@
+"""Journal: the append-only record of trials. One JSON object a line; a torn last line is dropped.
+
+A record's key says everything its answer depends on, so that an answer is used again exactly when
+it would come out the same. Before each compile or measurement a `started` line is written: one
+without an end is tried once more on resume, and then counts as a crash.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import IO
+
+from autoshard.errors import JournalError
+from autoshard.trial import (
+    Collective,
+    DeviceProfile,
+    Estimate,
+    Failure,
+    Kind,
+    Measurement,
+    Outcome,
+    Rung,
+    Stage,
+)
+
+SCHEMA = 1
+_FORMAT = "autoshard-journal"
+
+
+def outcome_to_json(outcome: Outcome) -> dict[str, object]:
+    """A record as JSON; `is` tells which kind it is."""
+    kind = {Estimate: "estimate", Measurement: "measurement", Failure: "failure"}[type(outcome)]
+    return {"is": kind, **dataclasses.asdict(outcome)}
+
+
+def outcome_from_json(data: dict[str, object]) -> Outcome:
+    """Reads what `outcome_to_json` wrote.
+
+    Raises:
+      JournalError: a field is missing or of the wrong kind.
+    """
+    try:
+        rest = {k: v for k, v in data.items() if k != "is"}
+        if data["is"] == "estimate":
+            rest["rung"] = Rung(rest["rung"])
+            rest["collectives"] = tuple(
+                Collective(**{**c, "mesh_axes": tuple(c["mesh_axes"])})
+                for c in rest["collectives"]  # type: ignore[attr-defined]
+            )
+            rest["unmodelled"] = tuple((w, s) for w, s in rest["unmodelled"])  # type: ignore[attr-defined]
+            for name in ("dropped", "warnings"):
+                rest[name] = tuple(rest[name])  # type: ignore[arg-type]
+            return Estimate(**rest)  # type: ignore[arg-type]
+        if data["is"] == "measurement":
+            rest["devices"] = tuple(DeviceProfile(**d) for d in rest["devices"])  # type: ignore[attr-defined]
+            for name in ("samples_s", "rounds"):
+                rest[name] = tuple(rest[name])  # type: ignore[arg-type]
+            return Measurement(**rest)  # type: ignore[arg-type]
+        if data["is"] == "failure":
+            rest["stage"], rest["kind"] = Stage(rest["stage"]), Kind(rest["kind"])
+            return Failure(**rest)  # type: ignore[arg-type]
+    except (KeyError, TypeError, ValueError) as error:
+        raise JournalError(f"not an outcome: {error!r} in {str(data)[:200]}") from error
+    raise JournalError(f"not an outcome: unknown kind {data['is']!r}")
+
+
+def key_of(**parts: object) -> str:
+    """Hex digest of everything a record's answer depends on."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class Journal:
+    """An open journal. Records are kept in memory too; appending writes through.
+
+    Attributes:
+      path: the file, None for one that only lives in memory.
+      dropped: what a torn last line held, "" if it was whole.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        self.path = pathlib.Path(path) if path is not None else None
+        self.dropped = ""
+        self._outcomes: dict[str, Outcome] = {}
+        self._starts: dict[str, int] = {}
+        self._file: IO[str] | None = None
+        if self.path is not None:
+            self._open(self.path)
+
+    def _open(self, path: pathlib.Path) -> None:
+        if path.is_dir():
+            raise JournalError(f"{path} is a folder, expected a journal file")
+        if path.exists() and path.stat().st_size > 0:
+            whole = self._read(path)
+            if whole < path.stat().st_size:
+                with path.open("r+b") as file:
+                    file.truncate(whole)
+            self._file = path.open("a", encoding="utf-8")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._write({"format": _FORMAT, "schema": SCHEMA})
+        self.sync()
+
+    def _read(self, path: pathlib.Path) -> int:
+        """Reads every whole record; returns the byte length of the whole lines."""
+        data = path.read_bytes()
+        end = data.rfind(b"\n") + 1
+        if end < len(data):
+            self.dropped = data[end:].decode("utf-8", "replace")
+        lines = data[:end].split(b"\n")[:-1]
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("not an object")
+            except ValueError as error:
+                if number == 1:
+                    raise JournalError(
+                        f"{path} is not an autoshard journal: its first line is {line[:80]!r}"
+                    ) from None
+                if number == len(lines):  # a torn line that a newline happened to end
+                    self.dropped = line.decode("utf-8", "replace")
+                    return end - len(line) - 1
+                raise JournalError(
+                    f"{path}:{number} is damaged ({error}); the lines before it are whole: copy"
+                    f" them to a new file (head -n {number - 1}) and go on with that"
+                ) from None
+            if number == 1:
+                self._check_header(path, record)
+                continue
+            if record.get("record") == "started":
+                self._starts[record["key"]] = self._starts.get(record["key"], 0) + 1
+            elif record.get("record") == "outcome":
+                self._outcomes[record["key"]] = outcome_from_json(record["outcome"])
+        if not lines:
+            raise JournalError(f"{path} is not an autoshard journal: it has no whole line")
+        return end
+
+    def _check_header(self, path: pathlib.Path, record: dict[str, object]) -> None:
+        if record.get("format") != _FORMAT:
+            raise JournalError(
+                f"{path} is not an autoshard journal: its first line has format"
+                f" {record.get('format')!r}, expected {_FORMAT!r}"
+            )
+        schema = record.get("schema")
+        if schema != SCHEMA:
+            raise JournalError(
+                f"{path} has schema {schema}, this version reads {SCHEMA}: "
+                + ("upgrade autoshard" if isinstance(schema, int) and schema > SCHEMA else "start a new one")
+            )
+
+    def _write(self, record: dict[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=True) + "\n")
+
+    def sync(self) -> None:
+        """Makes everything written so far survive a power cut."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def find(self, key: str) -> Outcome | None:
+        """The outcome recorded under a key."""
+        return self._outcomes.get(key)
+
+    def attempts(self, key: str) -> int:
+        """How often work under a key was started, this time included."""
+        return self._starts.get(key, 0)
+
+    def started(self, key: str, note: dict[str, object]) -> None:
+        """Records that work begins which may take the process down."""
+        self._starts[key] = self._starts.get(key, 0) + 1
+        self._write({"record": "started", "key": key, **note})
+        self.sync()
+
+    def add(self, key: str, outcome: Outcome, note: dict[str, object], sync: bool = True) -> None:
+        """Records an outcome. With `sync=False` it may be lost to a power cut until `sync()`."""
+        self._outcomes[key] = outcome
+        self._write(
+            {"record": "outcome", "key": key, **note, "outcome": outcome_to_json(outcome)}
+        )
+        if sync:
+            self.sync()
+        elif self._file is not None:
+            self._file.flush()
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@contextlib.contextmanager
+def opened(journal: Journal | str | os.PathLike[str] | None) -> Iterator[Journal]:
+    """A journal from a path, closed at the end; one that is already open stays open."""
+    if isinstance(journal, Journal):
+        yield journal
+        return
+    own = Journal(journal)
+    try:
+        yield own
+    finally:
+        own.close()

@@ -1,0 +1,171 @@
+"""From a layout to the program that runs: the constrained step, jitted with its shardings.
+
+Rung 2, rung 3 and the plan all lower through here, so that what is judged is what runs.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autoshard.analysis import Analysis
+from autoshard.compat import jaxprs, shardy
+from autoshard.layout import Spec
+from autoshard.module import ArraySpec, Module
+from autoshard.program import Leaf, Program
+from autoshard.sites import Site
+from autoshard.specs import Specs
+from autoshard.target import Target
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    """The canonical PartitionSpec: no trailing None, one axis as a plain name."""
+    parts: list[object] = [
+        None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in spec
+    ]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
+
+
+def shardings(mesh: Mesh, specs: Sequence[Spec]) -> list[NamedSharding]:
+    return [NamedSharding(mesh, partition_spec(spec)) for spec in specs]
+
+
+def site_shardings(specs: Specs, mesh: Mesh) -> Callable[[Site], NamedSharding | None]:
+    """What each site is pinned to; None for sites that stay open."""
+
+    def of(site: Site) -> NamedSharding | None:
+        placed = specs.sites.get(site.index)
+        if placed is None:
+            return None
+        parts = [
+            PartitionSpec.UNCONSTRAINED if is_open else (tuple(axes) or None)
+            for axes, is_open in zip(placed.spec, placed.open, strict=True)
+        ]
+        return NamedSharding(mesh, PartitionSpec(*parts))
+
+    return of
+
+
+def constrained_step(analysis: Analysis, specs: Specs, mesh: Mesh) -> jaxprs.ClosedJaxpr:
+    """The flat step with the layout's constraint at every site."""
+    if not specs.mesh:
+        return analysis.program.step  # one device: nothing to shard
+    return analysis.sites.constrained(site_shardings(specs, mesh))
+
+
+def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wrapped:
+    """The flat step, jitted: (state leaves, batch leaves) -> (state leaves, metric leaves).
+
+    The state is donated, the batch never.
+    """
+    mesh = target.mesh(specs.mesh)
+    closed = constrained_step(analysis, specs, mesh)
+    return jax.jit(
+        jaxprs.as_function(closed),
+        in_shardings=shardings(mesh, specs.inputs),
+        out_shardings=shardings(mesh, specs.outputs),
+        donate_argnums=tuple(range(len(analysis.program.state))),
+        keep_unused=True,
+    )
+
+
+def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def lower_step(analysis: Analysis, specs: Specs, target: Target) -> Module:
+    """The step as a module that any process can compile."""
+    jitted = jit_step(analysis, specs, target)
+    lowered = jitted.lower(*shapes(analysis.program.inputs))
+    return module_of(
+        lowered,
+        specs.mesh or (("x", 1),),
+        target.platform,
+        analysis.program.inputs,
+        specs.inputs,
+        analysis.program.outputs,
+        specs.outputs,
+        len(analysis.program.state),
+    )
+
+
+def lower_unsharded(program: Program, target: Target) -> Module:
+    """The step on one device, with no constraint: what every layout must agree with."""
+    none = [tuple(() for _ in leaf.shape) for leaf in program.inputs]
+    out = [tuple(() for _ in leaf.shape) for leaf in program.outputs]
+    jitted = jax.jit(jaxprs.as_function(program.step), keep_unused=True)
+    lowered = jitted.trace(*shapes(program.inputs)).lower(lowering_platforms=(_platform(target),))
+    return module_of(
+        lowered,
+        (("x", 1),),
+        target.platform,
+        program.inputs,
+        none,
+        program.outputs,
+        out,
+        len(program.state),
+    )
+
+
+def lower_init(program: Program, target: Target) -> Module:
+    """init() on one device, as a module without inputs."""
+
+    def flat() -> list[jax.Array]:
+        return jax.tree.leaves(program.workload.init())
+
+    lowered = jax.jit(flat).trace().lower(lowering_platforms=(_platform(target),))
+    return module_of(
+        lowered,
+        (("x", 1),),
+        target.platform,
+        (),
+        (),
+        program.state,
+        [tuple(() for _ in leaf.shape) for leaf in program.state],
+        0,
+    )
+
+
+def _platform(target: Target) -> str:
+    return {"gpu": "cuda"}.get(target.platform, target.platform)
+
+
+def module_of(
+    lowered: jax.stages.Lowered,
+    mesh: tuple[tuple[str, int], ...],
+    platform: str,
+    inputs: Sequence[Leaf],
+    input_specs: Sequence[Spec],
+    outputs: Sequence[Leaf],
+    output_specs: Sequence[Spec],
+    state_count: int,
+) -> Module:
+    """A lowered program as plain data."""
+    return Module(
+        stablehlo=shardy.bytecode(lowered.compiler_ir("stablehlo").operation),
+        mesh=mesh,
+        platform=platform,
+        inputs=tuple(_array(x, s) for x, s in zip(inputs, input_specs, strict=True)),
+        outputs=tuple(_array(x, s) for x, s in zip(outputs, output_specs, strict=True)),
+        state_count=state_count,
+    )
+
+
+def _array(leaf: Leaf, spec: Spec) -> ArraySpec:
+    if leaf.is_key:  # a threefry key is two 32-bit words
+        return ArraySpec(
+            path=leaf.path, shape=(*leaf.shape, 2), dtype="uint32", spec=(*spec, ())
+        )
+    return ArraySpec(path=leaf.path, shape=leaf.shape, dtype=np.dtype(leaf.dtype).name, spec=spec)
+
+
+def local_bytes(module: Module) -> int:
+    """Bytes of the inputs on one device."""
+    sizes = dict(module.mesh)
+    return sum(
+        x.bytes // math.prod(sizes[m] for axes in x.spec for m in axes) for x in module.inputs
+    )

@@ -1,0 +1,208 @@
+"""Plan: the candidate that won, with the evidence, ready to run."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any  # the user's own pytrees have no narrower type
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from autoshard.analysis import Analysis
+from autoshard.errors import PlanError
+from autoshard.layout import Candidate, Layout
+from autoshard.lowering import jit_step, lower_step, shardings
+from autoshard.module import Module
+from autoshard.program import Leaf, Program
+from autoshard.space import Space
+from autoshard.specs import Specs
+from autoshard.target import Target
+from autoshard.trial import Trial
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a search learnt, in the order asked.
+
+    Attributes:
+      trials: every trial.
+      ranking: indices of the trials that may be planned, best first; the plan is the first.
+      ended: "finished", "interrupted" or "out of time".
+      target: the devices, in words.
+      memory_limit_bytes: what a device may use, headroom taken off.
+      elapsed_s: seconds by rung, and in all.
+      false_rejections: candidates rung 1 would have rejected and rung 2 found to fit.
+      correction: factors the measurements put on predicted compute and communication.
+      notes: sentences a reader should know (synthetic batches, dropped rules).
+      axes: (name, size, where) of each logical axis.
+      constants_digest: of the calibration.
+    """
+
+    trials: tuple[Trial, ...] = ()
+    ranking: tuple[int, ...] = ()
+    ended: str = "finished"
+    target: str = ""
+    memory_limit_bytes: int = 0
+    elapsed_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    false_rejections: int = 0
+    correction: tuple[float, float] = (1.0, 1.0)
+    notes: tuple[str, ...] = ()
+    axes: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
+    constants_digest: str = ""
+    created: str = ""
+
+
+class Plan:
+    """A sharding plan for one workload on one target. Made by `search` and `load_plan`.
+
+    Attributes:
+      mesh: the `jax.sharding.Mesh`, its axes Auto.
+      layout: mesh shape, compute rules, storage rules.
+      knobs: the knob values the plan was made with.
+      state_shardings, batch_shardings: pytrees of NamedSharding.
+      evidence: what the search learnt.
+    """
+
+    def __init__(self, analysis: Analysis, space: Space, target: Target, layout: Layout, evidence: Evidence):
+        self._analysis = analysis
+        self._space = space
+        self._target = target
+        self._specs: Specs = space.specs(layout)
+        self.layout = layout
+        self.knobs: dict[str, str | int | float | bool | None] = dict(space.knobs)
+        self.evidence = evidence
+        self.mesh: Mesh = target.mesh(layout.mesh)
+        program = analysis.program
+        count = len(program.state)
+        flat = shardings(self.mesh, self._specs.inputs)
+        self.state_shardings: Any = jax.tree.unflatten(program.state_tree, flat[:count])
+        self.batch_shardings: Any = jax.tree.unflatten(program.batch_tree, flat[count:])
+
+    @property
+    def program(self) -> Program:
+        return self._analysis.program
+
+    @property
+    def platform(self) -> str:
+        """The platform programs are lowered for."""
+        return self._target.platform
+
+    @property
+    def candidate(self) -> Candidate:
+        return self._space.candidate(self.layout)
+
+    @property
+    def trial(self) -> Trial | None:
+        """The winner's trial."""
+        ranking = self.evidence.ranking
+        return self.evidence.trials[ranking[0]] if ranking else None
+
+    @property
+    def specs(self) -> Specs:
+        """Every sharding of the plan: inputs, outputs and sites."""
+        return self._specs
+
+    def init(self) -> Any:
+        """The initial state, born sharded: no device ever holds the whole of it."""
+        make = jax.jit(self.program.workload.init, out_shardings=self.state_shardings)
+        return make()
+
+    def place(self, state: Any) -> Any:
+        """A state from elsewhere (a checkpoint, host arrays), sharded as the plan wants it.
+
+        Raises:
+          PlanError: a leaf has another shape or dtype than the plan's state.
+        """
+        leaves = self._flat("state", state, self.program.state, self.program.state_tree)
+        placed = [
+            jax.device_put(x, s)
+            for x, s in zip(leaves, jax.tree.leaves(self.state_shardings), strict=True)
+        ]
+        return jax.tree.unflatten(self.program.state_tree, placed)
+
+    def put(self, batch: Any) -> Any:
+        """A batch on the devices. In a job of many processes each gives its own part.
+
+        Args:
+          batch: arrays; with one process the global batch, with many this process's part of it
+            (the rows its devices hold).
+        """
+        leaves, tree = jax.tree.flatten(batch)
+        program = self.program
+        if tree != program.batch_tree:
+            raise PlanError(f"the batch has structure {tree}, expected {program.batch_tree}")
+        targets = jax.tree.leaves(self.batch_shardings)
+        if jax.process_count() == 1:
+            self._flat("batch", batch, program.batch, program.batch_tree)
+            placed = [jax.device_put(x, s) for x, s in zip(leaves, targets, strict=True)]
+        else:
+            placed = [
+                jax.make_array_from_process_local_data(s, np.asarray(x), leaf.shape)
+                for x, s, leaf in zip(leaves, targets, program.batch, strict=True)
+            ]
+        return jax.tree.unflatten(tree, placed)
+
+    def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """One training step: (state, batch) -> (new state, metrics).
+
+        The state is donated: use the new one. Its shardings are exactly those of the old, so many
+        steps compile once. The batch is never donated. Metrics are replicated.
+        """
+        program = self.program
+        flat = self._flat("state", state, program.state, program.state_tree) + self._flat(
+            "batch", batch, program.batch, program.batch_tree
+        )
+        out = self._jitted(*flat)
+        count = len(program.state)
+        return (
+            jax.tree.unflatten(program.state_tree, out[:count]),
+            jax.tree.unflatten(program.metrics_tree, out[count:]),
+        )
+
+    @functools.cached_property
+    def _jitted(self) -> Callable[..., list[jax.Array]]:
+        return jit_step(self._analysis, self._specs, self._target)
+
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(state, batch)` jitted with the plan's shardings, for evaluation.
+
+        Its own logical axes are found anew; those the plan has rules for are sharded by them. Other
+        batch shapes are accepted: what no longer divides is replicated. Nothing is donated, and
+        what it returns is replicated.
+        """
+        from autoshard.evaluation import Evaluation
+
+        return Evaluation(function, self)
+
+    def lower(self) -> Module:
+        """The running step as plain data; its digest is that of the program that was measured."""
+        return lower_step(self._analysis, self._specs, self._target)
+
+    def save(self, path: str) -> None:
+        """Writes the plan as JSON, whole or not at all; `autoshard.load_plan` reads it."""
+        from autoshard.plan_file import write_plan
+
+        write_plan(self, path)
+
+    def __str__(self) -> str:
+        from autoshard.report import describe
+
+        return describe(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.layout.to_json()} knobs={self.knobs}>"
+
+    def _flat(
+        self, word: str, tree: Any, leaves: Sequence[Leaf], treedef: Any
+    ) -> list[Any]:
+        flat, got = jax.tree.flatten(tree)
+        if got != treedef:
+            raise PlanError(f"the {word} has structure {got}, expected {treedef}")
+        for x, leaf in zip(flat, leaves, strict=True):
+            shape, dtype = np.shape(x), getattr(x, "dtype", None)
+            if tuple(shape) != leaf.shape or (dtype is not None and dtype != leaf.dtype):
+                raise PlanError(
+                    f"{leaf.path}: got {dtype}{list(shape)}, expected {leaf.dtype}{list(leaf.shape)}"
+                )
+        return flat

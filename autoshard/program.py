@@ -1,0 +1,373 @@
+"""Program: a traced workload (jaxpr, avals, pytree paths). No devices, nothing allocated."""
+
+import dataclasses
+import hashlib
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any  # the user's own pytrees have no narrower type
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
+
+from autoshard.compat import jaxprs
+from autoshard.errors import WorkloadError
+from autoshard.workload import Workload
+
+_CLOSURE_LIMIT_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One leaf of the state, the batch or the metrics.
+
+    Attributes:
+      path: where it is, such as `state['params']['w']`.
+      key: the same path without the leading word, as `jax.tree_util.keystr` writes it.
+      shape: of the logical array; a PRNG key array has the shape of its keys.
+      dtype: JAX dtype, possibly an extended one (PRNG keys).
+    """
+
+    path: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def is_key(self) -> bool:
+        return bool(jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key))
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole array, bytes; a threefry key is two 32-bit words."""
+        return math.prod(self.shape) * (8 if self.is_key else self.dtype.itemsize)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """A traced workload.
+
+    Attributes:
+      workload: what was traced.
+      step: flat jaxpr, (state leaves, batch leaves) -> (new state leaves, metric leaves), without
+        the user's own sharding constraints.
+      written: the same with them, or None if there are none.
+      written_meshes: the meshes that the user's own constraints name.
+      manual: source lines of manual regions (shard_map) inside the step.
+      state, batch, metrics: the leaves, in flat order.
+      state_tree, batch_tree, metrics_tree: the pytrees of those leaves.
+      knobs: the knob values it was made with.
+      returns_state: False for an evaluation function, whose results are all metrics.
+    """
+
+    workload: Workload
+    step: jaxprs.ClosedJaxpr
+    written: jaxprs.ClosedJaxpr | None
+    written_meshes: tuple[tuple[tuple[str, int], ...], ...]
+    manual: tuple[str, ...]
+    state: tuple[Leaf, ...]
+    batch: tuple[Leaf, ...]
+    metrics: tuple[Leaf, ...]
+    state_tree: PyTreeDef
+    batch_tree: PyTreeDef
+    metrics_tree: PyTreeDef
+    knobs: tuple[tuple[str, str | int | float | bool | None], ...]
+    returns_state: bool = True
+
+    @property
+    def inputs(self) -> tuple[Leaf, ...]:
+        return self.state + self.batch
+
+    @property
+    def outputs(self) -> tuple[Leaf, ...]:
+        return (self.state if self.returns_state else ()) + self.metrics
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the whole state, bytes."""
+        return sum(leaf.bytes for leaf in self.state)
+
+
+def _leaves(word: str, tree: object) -> tuple[tuple[Leaf, ...], PyTreeDef]:
+    flat, treedef = tree_flatten_with_path(tree)
+    leaves = tuple(
+        Leaf(path=word + keystr(path), key=keystr(path), shape=tuple(x.shape), dtype=x.dtype)
+        for path, x in flat
+    )
+    return leaves, treedef
+
+
+def trace(
+    workload: Workload,
+    knobs: tuple[tuple[str, str | int | float | bool | None], ...] = (),
+    keep_constraints: bool = False,
+) -> Program:
+    """Traces a workload once.
+
+    Args:
+      keep_constraints: keep the user's own sharding constraints in `step`.
+
+    Raises:
+      WorkloadError: not a Workload; a state that changes structure, shape or dtype; rbg keys.
+      Exception: whatever the user's own functions raise while traced, with their traceback.
+    """
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"model_fn must return an autoshard.Workload, got {type(workload).__name__}"
+            f" (knobs: {dict(knobs)}); wrap the step, the init and the batch shapes in one"
+        )
+    with _note(f"while tracing init() with knobs {dict(knobs)}"):
+        state_shapes = jax.eval_shape(workload.init)
+    batch_shapes = jax.tree.map(_abstract, workload.batch)
+    with _note(f"while tracing step(state, batch) with knobs {dict(knobs)}"):
+        closed, out = jax.make_jaxpr(workload.step, return_shape=True)(state_shapes, batch_shapes)
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise WorkloadError(
+            f"step must return (new state, metrics), got {type(out).__name__}"
+            + (f" of {len(out)}" if isinstance(out, tuple) else "")
+        )
+    state, state_tree = _leaves("state", state_shapes)
+    batch, batch_tree = _leaves("batch", batch_shapes)
+    metrics, metrics_tree = _leaves("metrics", out[1])
+    _check_state(state, state_tree, out[0])
+    _check_keys(state + batch, closed)
+    _warn_of_closures(closed)
+    stripped, shardings, manual = _strip(closed)
+    meshes = []
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            shape = tuple(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))
+            if shape and shape not in meshes:
+                meshes.append(shape)
+    return Program(
+        workload=workload,
+        step=closed if keep_constraints else stripped,
+        written=closed if shardings else None,
+        written_meshes=tuple(meshes),
+        manual=manual,
+        state=state,
+        batch=batch,
+        metrics=metrics,
+        state_tree=state_tree,
+        batch_tree=batch_tree,
+        metrics_tree=metrics_tree,
+        knobs=knobs,
+    )
+
+
+def trace_function(
+    function: Callable[[Any, Any], Any], state: Any, batch: Any, like: Program
+) -> Program:
+    """Traces an evaluation function (state, batch) -> anything as a program without new state.
+
+    Args:
+      state, batch: values or shapes; the state must be of `like`'s structure.
+    """
+
+    def flat_shapes(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
+
+    shapes = (flat_shapes(state), flat_shapes(batch))
+    with _note("while tracing a function given to plan.jit"):
+        closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    stripped, _, manual = _strip(closed)
+    state_leaves, state_tree = _leaves("state", shapes[0])
+    if state_tree != like.state_tree:
+        raise WorkloadError(f"the state has structure {state_tree}, expected {like.state_tree}")
+    batch_leaves, batch_tree = _leaves("batch", shapes[1])
+    results, results_tree = _leaves("metrics", out)
+    return dataclasses.replace(
+        like,
+        step=stripped,
+        written=None,
+        written_meshes=(),
+        manual=manual,
+        returns_state=False,
+        state=state_leaves,
+        batch=batch_leaves,
+        metrics=results,
+        state_tree=state_tree,
+        batch_tree=batch_tree,
+        metrics_tree=results_tree,
+    )
+
+
+def _abstract(x: object) -> jax.ShapeDtypeStruct:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise WorkloadError(
+            f"Workload.batch must be a pytree of jax.ShapeDtypeStruct, got a leaf {x!r}"
+        )
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+class _note:
+    """Adds one line to an exception of the user's own code and lets it through."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            error.add_note(f"autoshard: {self.text}")
+
+
+def _check_state(state: tuple[Leaf, ...], tree: PyTreeDef, new_shapes: object) -> None:
+    new, new_tree = _leaves("state", new_shapes)
+    if tree != new_tree:
+        old_paths, new_paths = {x.path for x in state}, {x.path for x in new}
+        gone, come = sorted(old_paths - new_paths), sorted(new_paths - old_paths)
+        detail = "; ".join(
+            f"{what}: {', '.join(paths[:5])}"
+            for what, paths in (("missing", gone), ("unexpected", come))
+            if paths
+        )
+        raise WorkloadError(
+            "step must return a state of the structure init() made; "
+            + (detail or f"got {new_tree}, expected {tree}")
+        )
+    for old, leaf in zip(state, new, strict=True):
+        if old.shape != leaf.shape or old.dtype != leaf.dtype:
+            raise WorkloadError(
+                f"step changes {old.path}: got {leaf.dtype}{list(leaf.shape)}, expected"
+                f" {old.dtype}{list(old.shape)} as init() made it; cast or reshape it in step"
+            )
+
+
+def _check_keys(leaves: tuple[Leaf, ...], closed: jaxprs.ClosedJaxpr) -> None:
+    advice = (
+        "its values depend on the sharding, so no two layouts would compute the same;"
+        " use threefry2x32 (jax.config.update('jax_default_prng_impl', 'threefry2x32'))"
+    )
+    for leaf in leaves:
+        if leaf.is_key and "fry" not in str(leaf.dtype):
+            raise WorkloadError(f"{leaf.path} is a non-partitionable RNG key ({leaf.dtype}): {advice}")
+    for eqn in _equations(closed.jaxpr):
+        if eqn.primitive.name == "rng_bit_generator":
+            raise WorkloadError(f"non-partitionable RNG at {jaxprs.source_line(eqn)}: {advice}")
+        for var in eqn.invars:
+            dtype = str(getattr(var.aval, "dtype", ""))
+            if dtype.startswith("key<") and "fry" not in dtype:
+                raise WorkloadError(
+                    f"non-partitionable RNG key ({dtype}) at {jaxprs.source_line(eqn)}: {advice}"
+                )
+
+
+def _equations(jaxpr: jaxprs.Jaxpr) -> list[jaxprs.JaxprEqn]:
+    """Every equation once, those of inner jaxprs included; a shared jaxpr is walked once."""
+    seen: set[int] = set()
+    found: list[jaxprs.JaxprEqn] = []
+
+    def walk(jaxpr: jaxprs.Jaxpr) -> None:
+        if id(jaxpr) in seen:
+            return
+        seen.add(id(jaxpr))
+        for eqn in jaxpr.eqns:
+            found.append(eqn)
+            for _, _, inner in jaxprs.inner_jaxprs(eqn):
+                walk(jaxprs.open_jaxpr(inner))
+
+    walk(jaxpr)
+    return found
+
+
+def _warn_of_closures(closed: jaxprs.ClosedJaxpr) -> None:
+    sizes = [
+        (getattr(c, "nbytes", 0), f"{getattr(c, 'dtype', '?')}{list(getattr(c, 'shape', ()))}")
+        for c in closed.consts
+    ]
+    total = sum(size for size, _ in sizes)
+    if total > _CLOSURE_LIMIT_BYTES:
+        largest = ", ".join(f"{what} ({size} bytes)" for size, what in sorted(sizes)[::-1][:5])
+        warnings.warn(
+            f"step closes over {total} bytes of arrays, which every device will hold whole: {largest};"
+            " pass them in the state or the batch",
+            stacklevel=4,
+        )
+
+
+def _strip(
+    closed: jaxprs.ClosedJaxpr,
+) -> tuple[jaxprs.ClosedJaxpr, list[object], tuple[str, ...]]:
+    """Takes the user's own constraints out; returns also their shardings and the manual regions."""
+    shardings: list[object] = []
+    manual: list[str] = []
+    memo: dict[int, jaxprs.Jaxpr] = {}
+
+    def rewrite(jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
+        if id(jaxpr) in memo:
+            return memo[id(jaxpr)]
+        alias: dict[jaxprs.Var, object] = {}
+
+        def read(v: object) -> object:
+            return v if isinstance(v, jaxprs.Literal) else alias.get(v, v)
+
+        eqns, changed = [], False
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name == "shard_map":
+                manual.append(jaxprs.source_line(eqn))
+            if name == "sharding_constraint":
+                shardings.append(eqn.params.get("sharding"))
+                alias[eqn.outvars[0]] = read(eqn.invars[0])
+                changed = True
+                continue
+            new = jaxprs.with_inner(eqn, rewrite)
+            given = jaxprs.has_shardings(eqn)
+            if given:
+                shardings.extend(given)
+                new = jaxprs.without_shardings(new)
+            if alias:
+                new = new.replace(invars=[read(v) for v in new.invars])
+            changed |= new is not eqn
+            eqns.append(new)
+        out = jaxpr
+        if changed:
+            out = jaxpr.replace(eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
+        memo[id(jaxpr)] = out
+        return out
+
+    new = rewrite(closed.jaxpr)
+    stripped = closed if new is closed.jaxpr else jaxprs.ClosedJaxpr(new, closed.consts)
+    return stripped, shardings, tuple(manual)
+
+
+def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
+    """Values for the batch, flat: the workload's own sample, or normals and 0/1 integers."""
+    workload = program.workload
+    if workload.sample is not None:
+        drawn = workload.sample(jax.random.key(seed))
+        flat, tree = jax.tree.flatten(drawn)
+        if tree != program.batch_tree:
+            raise WorkloadError(f"sample(key) must have the structure of batch, got {tree}")
+        for leaf, value in zip(program.batch, flat, strict=True):
+            if tuple(value.shape) != leaf.shape or value.dtype != leaf.dtype:
+                raise WorkloadError(
+                    f"sample(key) gives {leaf.path} as {value.dtype}{list(value.shape)},"
+                    f" expected {leaf.dtype}{list(leaf.shape)}"
+                )
+        return [_physical(v) for v in flat]
+    rng = np.random.default_rng(seed)
+    values = []
+    for leaf in program.batch:
+        if leaf.is_key:
+            values.append(rng.integers(0, 2**32, (*leaf.shape, 2), dtype=np.uint32))
+        elif jax.dtypes.issubdtype(leaf.dtype, np.floating):
+            values.append(rng.normal(size=leaf.shape).astype(leaf.dtype))
+        else:
+            values.append(rng.integers(0, 2, leaf.shape).astype(leaf.dtype))
+    return values
+
+
+def _physical(value: object) -> np.ndarray:
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

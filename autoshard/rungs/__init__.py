@@ -1,0 +1,1 @@
+"""The three rungs: propagate, compile, profile. Candidate -> Estimate, Measurement or Failure."""

@@ -1,0 +1,284 @@
+"""The bench: runs candidates on the devices of this process, from one initial state.
+
+For CPU targets it lives in a killable child (`bench_client.ChildBench`), for accelerators in the
+process that owns them. Not modelled here: several processes that share one program.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from autoshard.compat.executable import (
+    Executable,
+    MemoryUse,
+    compile_module,
+    float_types,
+    has_host_callback,
+)
+from autoshard.module import Module
+from autoshard.rungs import numerics
+from autoshard.rungs.failures import failure_of
+from autoshard.rungs.numerics import NumericsReport, Reference, Trajectory
+from autoshard.trial import Failure, Kind, Stage
+
+
+class Benches(Protocol):
+    """What measures candidates, here or in a child. Failures are returned, never raised."""
+
+    def set_inputs(
+        self, init: Module | Sequence[np.ndarray], batches: Sequence[Sequence[np.ndarray]]
+    ) -> Failure | None:
+        """Sets what every program starts from; the programs loaded so far start again.
+
+        Args:
+          init: the initial state as host arrays, or a module without inputs whose outputs it is;
+            the module runs once, and the state stays on the host.
+          batches: at least one batch, each the batch leaves in order; steps cycle through them.
+        """
+
+    def load(self, name: str, module: Module) -> MemoryUse | Failure:
+        """Compiles a program, once as long as it is the same, and places its state and batches."""
+
+    def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
+        """Runs `steps` steps, each on the state of the last; wall time of each in seconds.
+
+        A sample is the time from calling the program to all its outputs being ready.
+        """
+
+    def trace(self, name: str, folder: str, steps: int) -> str | Failure:
+        """Runs `steps` steps under the profiler; returns the folder, for `traces.read_trace`."""
+
+    def unload(self, name: str) -> None:
+        """Frees the arrays of a program; loading it again starts from the initial state."""
+
+    def numerics(self, name: str, reference: str, steps: int = 2) -> NumericsReport | Failure:
+        """Compares with another loaded program from the initial state; both start again after it."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    """A loaded program; its arrays are None until the next run needs them."""
+
+    executable: Executable
+    digest: str
+    state: list[jax.Array] | None = None
+    batches: list[list[jax.Array]] | None = None
+    steps: int = 0
+
+
+class Bench:
+    """A `Benches` on this process's devices.
+
+    Args:
+      devices: in the order that the modules' meshes mean; by default `jax.devices()`. A module for
+        fewer devices takes the first of them.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device] | None = None):
+        self._devices = tuple(jax.devices() if devices is None else devices)
+        self._initial: tuple[np.ndarray, ...] | None = None
+        self._batches: tuple[tuple[np.ndarray, ...], ...] = ()
+        self._entries: dict[str, _Entry] = {}
+        self._reference: tuple[tuple[str, int], Reference] | None = None
+
+    def set_inputs(
+        self, init: Module | Sequence[np.ndarray], batches: Sequence[Sequence[np.ndarray]]
+    ) -> Failure | None:
+        if not batches:
+            raise ValueError("got no batch, expected at least one")
+        with _catching(Stage.PROFILE) as caught:
+            self._reference = None
+            for name in self._entries:
+                self.unload(name)
+            if isinstance(init, Module):
+                made = self._compile(init).run([])
+                init = [np.array(array) for array in made]
+            self._initial = tuple(init)
+            self._batches = tuple(tuple(batch) for batch in batches)
+        return caught.failure
+
+    def load(self, name: str, module: Module) -> MemoryUse | Failure:
+        if has_host_callback(module):
+            return Failure(
+                stage=Stage.PROFILE,
+                kind=Kind.UNSUPPORTED,
+                message="the step calls back into Python (jax.debug.print, pure_callback, ...); "
+                "such a program cannot be measured from its bytes: remove the call",
+            )
+        with _catching(Stage.PROFILE) as caught:
+            entry = self._entries.get(name)
+            if entry is None or entry.digest != module.digest:
+                entry = _Entry(executable=self._compile(module), digest=module.digest)
+                self._entries[name] = entry
+            self._place(entry)
+            return entry.executable.memory
+        self._entries.pop(name, None)
+        return caught.expect()
+
+    def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
+        entry = self._entries[name]
+        with _catching(Stage.PROFILE) as caught:
+            return self._run(entry, steps)
+        self.unload(name)  # donated arrays are gone
+        return caught.expect()
+
+    def trace(self, name: str, folder: str, steps: int) -> str | Failure:
+        entry = self._entries[name]
+        with _catching(Stage.PROFILE) as caught:
+            self._place(entry)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            with jax.profiler.trace(folder, profiler_options=options):
+                self._run(entry, steps)
+            return folder
+        self.unload(name)
+        return caught.expect()
+
+    def unload(self, name: str) -> None:
+        entry = self._entries.get(name)
+        if entry is not None:
+            entry.state = entry.batches = None
+            entry.steps = 0
+
+    def numerics(self, name: str, reference: str, steps: int = 2) -> NumericsReport | Failure:
+        for used in (name, reference):
+            self.unload(used)
+        with _catching(Stage.PROFILE) as caught:
+            against = self._trusted(reference, steps)
+            entry = self._entries[name]
+            got = self._trajectory(entry.executable, self._start(), self._batches_of(steps))
+            module = entry.executable.module
+            return numerics.compare(
+                got,
+                against,
+                [spec.path for spec in module.outputs[: module.state_count]],
+                [spec.path for spec in module.outputs[module.state_count :]],
+            )
+        return caught.expect()
+
+    def _trusted(self, name: str, steps: int) -> Reference:
+        """The reference trajectory, kept for the next candidate."""
+        entry = self._entries[name]
+        key = (entry.digest, steps)
+        if self._reference is None or self._reference[0] != key:
+            made = numerics.reference(
+                self._start(),
+                float_types(entry.executable.module),
+                self._batches_of(steps),
+                lambda state, batches: self._trajectory(entry.executable, state, batches),
+            )
+            self._reference = (key, made)
+        return self._reference[1]
+
+    def _trajectory(
+        self,
+        executable: Executable,
+        state: Sequence[np.ndarray],
+        batches: Sequence[Sequence[np.ndarray]],
+    ) -> Trajectory:
+        count = executable.module.state_count
+        arrays = executable.place(state)
+        metrics = []
+        for batch in batches:
+            outputs = executable.run([*arrays, *executable.place(batch, first=count)])
+            arrays = outputs[:count]
+            metrics.append(tuple(_copies(array) for array in outputs[count:]))
+        return Trajectory(state=tuple(_copies(array) for array in arrays), metrics=tuple(metrics))
+
+    def _run(self, entry: _Entry, steps: int) -> tuple[float, ...]:
+        count = entry.executable.module.state_count
+        state, batches = self._place(entry)
+        samples = []
+        with _no_garbage_collection():
+            for _ in range(steps):
+                inputs = [*state, *batches[entry.steps % len(batches)]]
+                begin = time.perf_counter()
+                outputs = jax.block_until_ready(entry.executable.run(inputs))
+                samples.append(time.perf_counter() - begin)
+                entry.state = state = outputs[:count]
+                entry.steps += 1
+        return tuple(samples)
+
+    def _place(self, entry: _Entry) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+        executable = entry.executable
+        if entry.state is None or entry.batches is None:
+            count = executable.module.state_count
+            entry.state = executable.place(self._start())
+            entry.batches = [executable.place(batch, first=count) for batch in self._batches]
+            jax.block_until_ready((entry.state, entry.batches))
+        return entry.state, entry.batches
+
+    def _compile(self, module: Module) -> Executable:
+        return compile_module(module, self._devices[: module.device_count])
+
+    def _start(self) -> tuple[np.ndarray, ...]:
+        if self._initial is None:
+            raise RuntimeError("set_inputs must be called, and succeed, before anything is loaded")
+        return self._initial
+
+    def _batches_of(self, steps: int) -> list[tuple[np.ndarray, ...]]:
+        return [self._batches[i % len(self._batches)] for i in range(steps)]
+
+
+def _copies(array: jax.Array) -> numerics.Copies:
+    """The distinct values of an array as its devices hold it: copy r takes each index's r-th shard.
+
+    Compared bit for bit, so that copies that agree on a NaN are one.
+    """
+    held: dict[str, list[tuple[tuple[slice, ...], np.ndarray]]] = {}
+    for shard in sorted(array.addressable_shards, key=lambda s: s.device.id):
+        held.setdefault(repr(shard.index), []).append((shard.index, np.asarray(shard.data)))
+    distinct: list[np.ndarray] = []
+    for replica in range(len(next(iter(held.values())))):
+        if distinct and all(_same(parts[0][1], parts[replica][1]) for parts in held.values()):
+            continue
+        whole = np.empty(array.shape, array.dtype)
+        for parts in held.values():
+            index, value = parts[replica]
+            whole[index] = value
+        if not any(_same(whole, other) for other in distinct):
+            distinct.append(whole)
+    return tuple(distinct)
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+
+
+class _Caught:
+    """The failure that a `_catching` block ended with, if any."""
+
+    failure: Failure | None = None
+
+    def expect(self) -> Failure:
+        assert self.failure is not None
+        return self.failure
+
+
+@contextlib.contextmanager
+def _catching(stage: Stage) -> Iterator[_Caught]:
+    """Turns the runtime's errors into a failure; the program's own mistakes stay exceptions."""
+    caught = _Caught()
+    begin = time.perf_counter()
+    try:
+        yield caught
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        caught.failure = failure_of(error, stage, time.perf_counter() - begin)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Python's collector must not run inside a sample."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,49 @@
+"""Rung 2: what the target's own compiler made of a candidate, as an Estimate."""
+
+from autoshard import hlo
+from autoshard.cost import CostModel
+from autoshard.module import Module
+from autoshard.rungs.compile_job import CompileResult
+from autoshard.trial import Estimate, Rung
+
+
+def estimate_of(
+    module: Module, compiled: CompileResult, cost: CostModel, dropped: tuple[str, ...] = ()
+) -> Estimate:
+    """Counts a compiled program and prices it with the model that rung 1 uses too.
+
+    Raises:
+      hlo.HloError: the compiler's text has something this version cannot read.
+    """
+    counts = hlo.count(hlo.parse(compiled.hlo_text), module.mesh)
+    compute_s = cost.totals_s(
+        counts.matmul_flops,
+        counts.flops - counts.matmul_flops,
+        counts.bytes_accessed,
+        counts.op_count,
+    )
+    communication_s = cost.collectives_s(counts.collectives)
+    sizes = dict(module.mesh)
+    state_bytes = 0
+    for array in module.inputs[: module.state_count]:
+        ways = 1
+        for axes in array.spec:
+            for m in axes:
+                ways *= sizes[m]
+        state_bytes += array.bytes // ways
+    return Estimate(
+        rung=Rung.COMPILE,
+        time_s=compute_s + communication_s,
+        compute_s=compute_s,
+        communication_s=communication_s,
+        peak_memory_bytes=compiled.memory.peak_bytes,
+        state_bytes=state_bytes,
+        flops=counts.flops,
+        bytes_accessed=counts.bytes_accessed,
+        op_count=counts.op_count,
+        collectives=counts.collectives,
+        dropped=dropped,
+        unmodelled=tuple((f"custom call {name} x{n}", 0.0) for name, n in counts.unmodelled),
+        warnings=compiled.warnings,
+        elapsed_s=compiled.elapsed_s,
+    )

@@ -1,0 +1,115 @@
+"""Rung 2's question to the compiler: one module, compiled in a worker that may crash or hang."""
+
+import dataclasses
+import os
+import re
+import time
+
+import jax
+
+from autoshard.compat.executable import MemoryUse, compile_module
+from autoshard.module import Module
+from autoshard.rungs import worker_main
+from autoshard.rungs.failures import failure_of
+from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
+from autoshard.trial import Failure, Stage
+
+_REMAT = "Involuntary full rematerialization"
+_SHARDINGS = re.compile(r"sharding (\{.*?\}) to (\{.*?\}) (?:efficiently|without)")
+_OP = re.compile(
+    r"HLO operation:? %\S+ = (?P<shape>\([^)]*\)|[\w]+\[[^\]]*\])\S* (?P<opcode>[\w-]+)"
+)
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompileResult:
+    """What the compiler made of a module.
+
+    Attributes:
+      memory: for one device.
+      hlo_text: the optimized program of one device.
+      warnings: the partitioner's involuntary full rematerializations, each once.
+      elapsed_s: time compiling, seconds, without starting a worker.
+    """
+
+    memory: MemoryUse
+    hlo_text: str
+    warnings: tuple[str, ...]
+    elapsed_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompileRequest:
+    """All that a process needs to compile a candidate; pickles small."""
+
+    module: Module
+    time_limit_s: float
+    settings: WorkerSettings
+
+
+def compile_module_job(
+    module: Module, time_limit_s: float, worker: WorkerProcess
+) -> CompileResult | Failure:
+    """Compiles `module` in `worker`, for CPU devices of its own.
+
+    The worker must have at least `module.device_count` devices of the module's platform.
+    """
+    return worker.call(_compile, module, stage=Stage.COMPILE, time_limit_s=time_limit_s)
+
+
+def compile_in_process(request: CompileRequest) -> CompileResult | Failure:
+    """`compile_module_job` in this thread's own worker: submit it to any Executor."""
+    worker = worker_here(request.settings)
+    return compile_module_job(request.module, request.time_limit_s, worker)
+
+
+def _compile(module: Module) -> CompileResult | Failure:
+    """Runs in the worker."""
+    before = os.fstat(2).st_size
+    begin = time.perf_counter()
+    try:
+        executable = compile_module(module, jax.devices()[: module.device_count])
+        elapsed_s = time.perf_counter() - begin
+        return CompileResult(
+            memory=executable.memory,
+            hlo_text=executable.hlo_text,
+            warnings=rematerializations(_written_since(before)),
+            elapsed_s=elapsed_s,
+        )
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        return failure_of(error, Stage.COMPILE, time.perf_counter() - begin)
+
+
+def _written_since(offset: int) -> str:
+    """What this worker wrote to stderr from `offset` bytes on; "" outside a worker."""
+    if worker_main.log_path is None:
+        return ""
+    with open(worker_main.log_path, "rb") as file:
+        file.seek(offset)
+        return file.read().decode(errors="replace")
+
+
+def rematerializations(stderr: str) -> tuple[str, ...]:
+    """The involuntary full rematerializations in XLA's output, one short line each, each once.
+
+    A line names the operation and its source as far as XLA does: a module without locations leaves
+    only opcode and local shape.
+    """
+    lines = (_rematerialization(line) for line in stderr.splitlines() if _REMAT in line)
+    return tuple(dict.fromkeys(lines))
+
+
+def _rematerialization(line: str) -> str:
+    shardings, op = _SHARDINGS.search(line), _OP.search(line)
+    if shardings is None or op is None:
+        return line[line.index(_REMAT) :]
+    text = f"full rematerialization of {op['opcode']} {op['shape']}"
+    text += f" from {shardings[1]} to {shardings[2]}"
+    name, source = _OP_NAME.search(line), _SOURCE.search(line)
+    if name:
+        text += f" in {name[1]}"
+    if source:
+        text += f" at {source[1]}:{source[2]}" if source[2] else f" at {source[1]}"
+    return text

@@ -1,0 +1,353 @@
+"""Does a sharded program compute what the reference computes? Relative errors of the *change*.
+
+Parameters alone cannot tell: with adamw a gradient wrong by 8x moves them by 6e-6 of their size.
+So every leaf of the state, optimizer moments included, is compared by what the steps added to it:
+`||dx - dx_ref|| / ||dx_ref||` over the leaf, in float64 on the host.
+
+What that alone would get wrong is rounding. Some changes are nothing but rounding noise: the
+gradient of an attention key bias is zero but for it; adam divides noise by noise, so that elements
+with no gradient move by a full step in a random direction; a bf16 parameter moves by less than its
+last bit. No tolerance on the result can be right for those and strict for the rest. So the reference
+runs twice, the second time from a state and batch whose floats are perturbed by about one unit in
+the last place: how far that moves a leaf is the leaf's *noise*, and a candidate is allowed
+
+    ||dx - dx_ref||  <=  tolerance * ||dx_ref||  +  4 * ||dx_perturbed - dx_ref||.
+
+In a healthy f32 leaf the second term is a hundredth of the first. A leaf where it exceeds half the
+change is called noisy: there only gross errors show, and the report names it. That is how adam's
+parameters are judged where many elements have no gradient; its moments do not amplify, and are judged
+strictly, so that a wrong gradient is still caught. Errors that a perturbation of the inputs does not
+excite (long sums added up in another order) have the tolerance to live in.
+
+A replicated or partly replicated leaf is read from every device: copies that drifted apart are a
+missing all-reduce, and the worst copy counts.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.trial import Failure, Kind, Stage
+
+NOISE_FACTOR = 4.0
+_NOISY = 0.5
+_TINY = float(np.finfo(np.float64).tiny)
+_COARSE = ("bf16", "f16")
+_TOLERANCE = 1e-4
+_COARSE_TOLERANCE = 3e-2
+_EIGHT_BIT_TOLERANCE = 0.25
+
+Copies = tuple[np.ndarray, ...]
+"""One value as the devices hold it: the distinct copies of the whole array, one if all agree."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """What a program computed in a few steps.
+
+    Attributes:
+      state: the last state, for each leaf its copies.
+      metrics: for each step, for each metric its copies.
+    """
+
+    state: tuple[Copies, ...]
+    metrics: tuple[tuple[Copies, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeafError:
+    """How far one state leaf or metric is off.
+
+    Attributes:
+      path: pytree path; a metric's ends with its step, counted from 1.
+      error: relative error, `||dx - dx_ref|| / (||dx_ref|| + 4 noise / tolerance)`, so that it is
+        within the tolerance exactly when the rule above holds. A metric is compared by its value.
+        For integers, booleans and keys: the share of elements that differ.
+      tolerance: the largest error that passes. 0 for integers, booleans and keys, unless rounding
+        noise changes them in the reference too (a count of correct answers).
+      noisy: the change is mostly rounding noise; only gross errors show.
+      copies: distinct copies on the devices; more than 1 where replicas differ.
+    """
+
+    path: str
+    error: float
+    tolerance: float
+    noisy: bool = False
+    copies: int = 1
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsReport:
+    """The comparison of one program with a reference.
+
+    Attributes:
+      steps: steps that both ran from the same state.
+      state, metrics: every leaf.
+    """
+
+    steps: int
+    state: tuple[LeafError, ...]
+    metrics: tuple[LeafError, ...]
+
+    @property
+    def leaves(self) -> tuple[LeafError, ...]:
+        return self.state + self.metrics
+
+    @property
+    def passed(self) -> bool:
+        return all(leaf.passed for leaf in self.leaves)
+
+    @property
+    def worst(self) -> LeafError | None:
+        """The failed leaf with the largest error, else the largest error; None if no leaf is there."""
+        return max(self.leaves, key=lambda leaf: (not leaf.passed, leaf.error), default=None)
+
+    @property
+    def noisy(self) -> tuple[str, ...]:
+        """Paths of the leaves where only gross errors show."""
+        return tuple(leaf.path for leaf in self.leaves if leaf.noisy)
+
+    def failure(self, elapsed_s: float = 0.0) -> Failure | None:
+        """The failure this comparison means for the candidate, None if it passed."""
+        wrong = sorted((x for x in self.leaves if not x.passed), key=lambda x: -x.error)
+        if not wrong:
+            return None
+        lines = [
+            f"  {x.path}: error {x.error:.3g}, tolerance {x.tolerance:.3g}"
+            + (f", {x.copies} different copies on the devices" if x.copies > 1 else "")
+            for x in wrong[:5]
+        ]
+        head = f"after {self.steps} steps {len(wrong)} of {len(self.leaves)} leaves differ from the reference:"
+        return Failure(
+            stage=Stage.PROFILE,
+            kind=Kind.NUMERICS,
+            message="\n".join([head, *lines]),
+            elapsed_s=elapsed_s,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What candidates are compared with. Made by `reference`.
+
+    Attributes:
+      steps: length of the trajectory.
+      initial: the state both start from, one array a leaf.
+      trajectory: the reference's.
+      state_noise, metrics_noise: how far rounding-sized perturbations moved each leaf: the L2 norm,
+        or for integers the share of elements that changed.
+      coarse: tolerance that the float types inside the program call for.
+    """
+
+    steps: int
+    initial: tuple[np.ndarray, ...]
+    trajectory: Trajectory
+    state_noise: tuple[float, ...]
+    metrics_noise: tuple[tuple[float, ...], ...]
+    coarse: float
+
+
+def perturb(values: Sequence[np.ndarray], float_types: frozenset[str]) -> list[np.ndarray]:
+    """Moves every float but 0 a little up or down, the same way each time.
+
+    By one or two units in the last place of its dtype, or, if that is more, by half a unit of the
+    coarsest type the program computes in: one that casts f32 parameters to bf16 rounds like bf16.
+    """
+    rng = np.random.default_rng(20)
+    moved = []
+    for value in values:
+        if jnp.issubdtype(value.dtype, jnp.inexact) and value.size:
+            unit = max(float(jnp.finfo(value.dtype).eps), _unit(float_types) / 2)
+            factor = 1 + unit * rng.choice([-1.0, 1.0], value.shape)
+            value = np.asarray(_wide(value) * factor).astype(value.dtype)
+        moved.append(value)
+    return moved
+
+
+def reference(
+    initial: Sequence[np.ndarray],
+    float_types: frozenset[str],
+    batches: Sequence[Sequence[np.ndarray]],
+    run: Callable[[Sequence[np.ndarray], Sequence[Sequence[np.ndarray]]], Trajectory],
+) -> Reference:
+    """Runs the reference twice, as it is and perturbed.
+
+    Args:
+      initial: the state leaves.
+      float_types: MLIR names of the float types in the reference program.
+      batches: one batch for each step.
+      run: (state, batches) -> the reference program's trajectory.
+    """
+    trajectory = run(initial, batches)
+    moved = perturb(initial, float_types)
+    shaken = run(moved, [perturb(batch, float_types) for batch in batches])
+    return Reference(
+        steps=len(batches),
+        initial=tuple(initial),
+        trajectory=trajectory,
+        state_noise=tuple(
+            _distance(_minus(new[0], start), _minus(old[0], origin))
+            for new, start, old, origin in zip(
+                shaken.state, moved, trajectory.state, initial, strict=True
+            )
+        ),
+        metrics_noise=tuple(
+            tuple(_distance(new[0], old[0]) for new, old in zip(a, b, strict=True))
+            for a, b in zip(shaken.metrics, trajectory.metrics, strict=True)
+        ),
+        coarse=_program_tolerance(float_types),
+    )
+
+
+def compare(
+    candidate: Trajectory,
+    against: Reference,
+    state_paths: Sequence[str],
+    metric_paths: Sequence[str],
+) -> NumericsReport | Failure:
+    """Compares leaf by leaf.
+
+    Returns:
+      A report, also when leaves are off; a Failure of kind numerics where the candidate has values
+      that are not finite and the reference has not, or where both blew up.
+    """
+    broken = _not_finite(candidate, against, state_paths, metric_paths)
+    if broken is not None:
+        return Failure(stage=Stage.PROFILE, kind=Kind.NUMERICS, message=broken)
+    state = []
+    for path, copies, expected, start, noise in zip(
+        state_paths,
+        candidate.state,
+        against.trajectory.state,
+        against.initial,
+        against.state_noise,
+        strict=True,
+    ):
+        state.append(_leaf(path, copies, expected[0], start, noise, against.coarse))
+    metrics = []
+    for step, (got, wanted, noises) in enumerate(
+        zip(candidate.metrics, against.trajectory.metrics, against.metrics_noise, strict=True), 1
+    ):
+        for path, copies, expected, noise in zip(metric_paths, got, wanted, noises, strict=True):
+            where = f"{path} at step {step}"
+            metrics.append(_leaf(where, copies, expected[0], None, noise, against.coarse))
+    return NumericsReport(steps=against.steps, state=tuple(state), metrics=tuple(metrics))
+
+
+def _leaf(
+    path: str,
+    copies: Copies,
+    expected: np.ndarray,
+    start: np.ndarray | None,
+    noise: float,
+    coarse: float,
+) -> LeafError:
+    """The error of one leaf: of its change from `start`, or of its value where that is None."""
+    distance = max(_distance(copy, expected) for copy in copies)
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        tolerance = min(1.0, NOISE_FACTOR * noise)
+        return LeafError(
+            path=path,
+            error=distance,
+            tolerance=tolerance,
+            noisy=noise > 0,
+            copies=len(copies),
+        )
+    tolerance = max(coarse, _leaf_tolerance(expected.dtype))
+    change = _norm(_wide(expected) if start is None else _minus(expected, start))
+    slack = NOISE_FACTOR * noise
+    scale = change + slack / tolerance
+    if scale == 0:  # nothing may move: any difference is measured against the values themselves
+        eps = float(jnp.finfo(expected.dtype).eps)
+        scale = eps * _norm(_wide(expected)) + _TINY
+    return LeafError(
+        path=path,
+        error=min(distance / scale, float(np.finfo(np.float64).max)),
+        tolerance=tolerance,
+        noisy=slack > _NOISY * change and slack > 0,
+        copies=len(copies),
+    )
+
+
+def _not_finite(
+    candidate: Trajectory,
+    against: Reference,
+    state_paths: Sequence[str],
+    metric_paths: Sequence[str],
+) -> str | None:
+    """Says where a value is not finite that should be; None if all is well.
+
+    Values that were not finite before the first step and still are the same (a best loss of inf,
+    a mask of -inf) are no failure.
+    """
+    rows = list(zip(state_paths, candidate.state, against.trajectory.state, strict=True))
+    starts: list[np.ndarray | None] = list(against.initial)
+    for step, (got, wanted) in enumerate(
+        zip(candidate.metrics, against.trajectory.metrics, strict=True), 1
+    ):
+        names = [f"{path} at step {step}" for path in metric_paths]
+        rows += zip(names, got, wanted, strict=True)
+        starts += [None] * len(names)
+    for (path, copies, expected), start in zip(rows, starts, strict=True):
+        if not jnp.issubdtype(expected[0].dtype, jnp.inexact):
+            continue
+        for copy in copies:
+            bad = ~np.isfinite(copy)
+            if start is not None:
+                bad &= ~((copy == start) & (copy == expected[0]))
+            if bad.any():
+                blown = bad & ~np.isfinite(expected[0])
+                if start is not None:
+                    blown &= expected[0] != start
+                both = " in the reference too" if blown.any() else ""
+                return f"{path}: {int(bad.sum())} of {copy.size} values are not finite{both}"
+    return None
+
+
+def _wide(value: np.ndarray) -> np.ndarray:
+    """As float64 or complex128."""
+    return value.astype(np.complex128 if value.dtype.kind == "c" else np.float64)
+
+
+def _minus(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """The change in double precision; values that are no numbers, and equal infinities, are 0."""
+    if not jnp.issubdtype(new.dtype, jnp.inexact):
+        return new
+    with np.errstate(invalid="ignore"):
+        return np.where(new == old, 0, _wide(new) - _wide(old))
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """L2 norm of the difference of floats; else the share of elements that differ."""
+    if jnp.issubdtype(a.dtype, jnp.inexact):
+        return _norm(_minus(a, b))
+    return float(np.mean(a != b)) if a.size else 0.0
+
+
+def _norm(value: np.ndarray) -> float:
+    return float(np.linalg.norm(value[np.isfinite(value)]))
+
+
+def _leaf_tolerance(dtype: np.dtype) -> float:
+    bits = jnp.finfo(dtype).bits
+    if bits <= 8:
+        return _EIGHT_BIT_TOLERANCE
+    return _COARSE_TOLERANCE if bits <= 16 else _TOLERANCE
+
+
+def _program_tolerance(float_types: frozenset[str]) -> float:
+    if any(name.startswith("f8") for name in float_types):
+        return _EIGHT_BIT_TOLERANCE
+    return _COARSE_TOLERANCE if float_types.intersection(_COARSE) else _TOLERANCE
+
+
+def _unit(float_types: frozenset[str]) -> float:
+    """The spacing of numbers near 1 in the coarsest 16-bit type of the program, 0 without one."""
+    names = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+    return max((float(jnp.finfo(t).eps) for n, t in names.items() if n in float_types), default=0.0)

@@ -1,0 +1,169 @@
+"""Rung 3: finalists raced on the devices, traced, and checked against the unsharded step."""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from autoshard.module import Module
+from autoshard.rungs.bench import Benches
+from autoshard.rungs.race import RaceSettings, race
+from autoshard.rungs.traces import read_trace
+from autoshard.trial import DeviceProfile, Failure, Kind, Measurement, Stage
+
+_TRACED_STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finalist:
+    """A candidate that is measured.
+
+    Attributes:
+      name: distinct among the finalists.
+      module: the program that will run.
+      peak_bytes: what it needs on a device, from rung 2.
+      reference: name of the unsharded program of the same knobs, "" to leave numerics unchecked.
+      traced: whether the profiler runs on it once it has been measured.
+    """
+
+    name: str
+    module: Module
+    peak_bytes: int
+    reference: str
+    traced: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What rung 3 says of the finalists.
+
+    Attributes:
+      outcomes: name -> measurement or failure, for all of them.
+      ranking: names of those that may win, best first.
+      why_it_ended: from the race.
+    """
+
+    outcomes: Mapping[str, Measurement | Failure]
+    ranking: tuple[str, ...]
+    why_it_ended: str
+
+
+def judge(
+    bench: Benches,
+    finalists: Sequence[Finalist],
+    references: Mapping[str, Module],
+    *,
+    seed: int,
+    folder: str,
+    memory_bytes: int,
+    settings: RaceSettings,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Judged:
+    """Checks each finalist's numerics, races those that pass, traces those that are to be traced.
+
+    A finalist whose reference cannot run (it does not fit) is compared with the first finalist
+    that ran: `numerics` then says "relative".
+    """
+    start = {f.name: time.perf_counter() for f in finalists}
+    outcomes: dict[str, Measurement | Failure] = {}
+    checked: dict[str, tuple[str, float | None, str]] = {}
+    usable: dict[str, str] = {}
+    for name, module in references.items():
+        on_progress(f"loading the unsharded step {name}")
+        loaded = bench.load(name, module)
+        usable[name] = name if not isinstance(loaded, Failure) else ""
+    for finalist in finalists:
+        if should_stop() and checked:
+            break
+        on_progress(f"checking the numerics of {finalist.name}")
+        loaded = bench.load(finalist.name, finalist.module)
+        if isinstance(loaded, Failure):
+            outcomes[finalist.name] = loaded
+            continue
+        reference = usable.get(finalist.reference, "")
+        kind = "exact"
+        if not reference and finalist.reference:
+            kind = "relative"
+            reference = next((n for n in checked), "")
+        if not reference:
+            checked[finalist.name] = ("unchecked", None, "")
+        else:
+            report = bench.numerics(finalist.name, reference)
+            if isinstance(report, Failure):
+                outcomes[finalist.name] = report
+            elif failure := report.failure(time.perf_counter() - start[finalist.name]):
+                outcomes[finalist.name] = failure
+            else:
+                worst = report.worst
+                checked[finalist.name] = (
+                    kind,
+                    worst.error if worst else 0.0,
+                    worst.path if worst else "",
+                )
+        bench.unload(finalist.name)
+    for name in references:
+        bench.unload(name)
+    racing = [f for f in finalists if f.name in checked]
+    by_name = {f.name: f for f in finalists}
+    on_progress(f"racing {len(racing)} programs")
+    result = race(
+        [f.name for f in racing],
+        bench.run,
+        seed=seed,
+        settings=settings,
+        should_stop=should_stop,
+        load=lambda name: bench.load(name, by_name[name].module),
+        unload=bench.unload,
+        candidate_bytes={f.name: f.peak_bytes for f in racing},
+        memory_bytes=memory_bytes,
+    )
+    for runner in result.runners:
+        if runner.failure is not None or not runner.samples_s:
+            outcomes[runner.name] = runner.failure or Failure(
+                stage=Stage.PROFILE,
+                kind=Kind.TIMEOUT,
+                message="the budget ended before it was measured",
+            )
+            continue
+        kind, error, where = checked[runner.name]
+        devices: tuple[DeviceProfile, ...] = ()
+        trace = ""
+        if by_name[runner.name].traced and not should_stop():
+            on_progress(f"tracing {runner.name}")
+            bench.load(runner.name, by_name[runner.name].module)
+            devices, trace = _trace(bench, runner.name, folder)
+        outcomes[runner.name] = Measurement(
+            samples_s=runner.samples_s,
+            rounds=runner.rounds,
+            devices=devices,
+            numerics=kind,
+            numerics_error=error,
+            numerics_where=where,
+            trace=trace,
+            elapsed_s=time.perf_counter() - start[runner.name],
+        )
+    for finalist in finalists:
+        bench.unload(finalist.name)
+        outcomes.setdefault(
+            finalist.name,
+            Failure(
+                stage=Stage.PROFILE,
+                kind=Kind.TIMEOUT,
+                message="the budget ended before it was measured",
+            ),
+        )
+    ranking = tuple(n for n in result.ranking if isinstance(outcomes.get(n), Measurement))
+    return Judged(outcomes=outcomes, ranking=ranking, why_it_ended=result.ended)
+
+
+def _trace(bench: Benches, name: str, folder: str) -> tuple[tuple[DeviceProfile, ...], str]:
+    where = pathlib.Path(folder) / "".join(c if c.isalnum() else "_" for c in name)
+    where.mkdir(parents=True, exist_ok=True)
+    traced = bench.trace(name, str(where), _TRACED_STEPS)
+    if isinstance(traced, Failure):
+        return (), ""
+    try:
+        return read_trace(traced, _TRACED_STEPS), traced
+    except (FileNotFoundError, ValueError, RuntimeError):
+        return (), traced  # the trace stays for other tools

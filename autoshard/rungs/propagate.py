@@ -1,0 +1,172 @@
+"""Rung 1: asks the partitioner, in process, what a layout makes of every operation."""
+
+import math
+import re
+import time
+
+import numpy as np
+
+from autoshard.analysis import Analysis
+from autoshard.compat import shardy
+from autoshard.cost import CostModel
+from autoshard.layout import Layout
+from autoshard.space import Space
+from autoshard.specs import Specs
+from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
+
+_SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
+
+
+class Propagator:
+    """Judges layouts of one analysed program. Not thread-safe: modules share a context."""
+
+    def __init__(self, analysis: Analysis):
+        self._analysis = analysis
+        self._attributes = shardy.Attributes(analysis.module.context)
+
+    def judge(self, space: Space, layout: Layout, cost: CostModel) -> Estimate | Failure:
+        """Predicts a step of one layout.
+
+        Returns:
+          A Failure where the layout does not belong to the space or the partitioner refuses it.
+        """
+        start = time.perf_counter()
+        try:
+            specs = space.specs(layout)
+            return self._estimate(specs, cost, start)
+        except (RuntimeError, ValueError) as error:  # MLIR raises both
+            return Failure(
+                stage=Stage.PROPAGATE,
+                kind=Kind.UNSUPPORTED,
+                message=str(error)[:2000],
+                elapsed_s=time.perf_counter() - start,
+            )
+
+    def _estimate(self, specs: Specs, cost: CostModel, start: float) -> Estimate:
+        analysis = self._analysis
+        kernels = analysis.kernels
+        sizes = dict(specs.mesh)
+        device_count = math.prod(sizes.values())
+        if specs.mesh:
+            judged = shardy.judge(
+                analysis.module,
+                specs.mesh,
+                [_closed(s) for s in specs.inputs],
+                [_closed(s) for s in specs.outputs],
+                {i: tuple(zip(s.spec, s.open, strict=True)) for i, s in specs.sites.items()},
+                analysis.site_of_tag,
+                self._attributes,
+            )
+        else:
+            judged = None
+
+        def ways(axes: frozenset[str]) -> float:
+            return math.prod(shardy.axis_size(a, sizes) for a in axes)
+
+        n = len(kernels.value_bytes)
+        divided = np.full(n, np.inf if judged else 1.0)
+        contracted = {}
+        collectives: list[Collective] = []
+        spikes: list[tuple[int, float]] = []
+        if judged:
+            for value, axes in zip(kernels.argument_values, judged.argument_axes, strict=True):
+                divided[value] = ways(axes)
+            for tag, shards in judged.shards.items():
+                first, count = kernels.tags.get(tag, (0, 0))
+                for k in range(count):
+                    divided[first + k] = ways(shards[k])
+            for value, site in kernels.site_values:
+                placed = specs.sites.get(site)
+                parent = kernels.parents[value]
+                if placed is not None and not any(placed.open):
+                    divided[value] = math.prod(sizes[m] for dim in placed.spec for m in dim)
+                else:
+                    divided[value] = divided[parent]
+            contracted = {
+                kernels.tags[tag][0]: ways(axes)
+                for tag, axes in judged.contracted.items()
+                if tag in kernels.tags
+            }
+            collectives, spikes = self._communication(judged, sizes)
+        local = kernels.value_bytes / divided
+        ways_of_kernel = divided[kernels.kernel_value].copy()
+        for k, value in enumerate(kernels.kernel_value):
+            if value in contracted:
+                ways_of_kernel[k] = contracted[value]
+        flops = kernels.kernel_flops / ways_of_kernel
+        traffic = local[kernels.kernel_value] * kernels.kernel_writes + np.bincount(
+            kernels.read_kernel,
+            weights=local[kernels.read_value] * kernels.read_scale,
+            minlength=len(kernels.kernel_value),
+        )
+        alive = np.isfinite(ways_of_kernel)
+        trips = np.where(alive, kernels.kernel_trips, 0.0)
+        compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_contracts)
+        communication_s = cost.collectives_s(collectives)
+        state_count = len(analysis.program.state)
+        arguments = [local[v] for v in kernels.argument_values]
+        peak = sum(arguments) + _peak_of(kernels, local, spikes)
+        return (
+            Estimate(
+                rung=Rung.PROPAGATE,
+                time_s=compute_s + communication_s,
+                compute_s=compute_s,
+                communication_s=communication_s,
+                peak_memory_bytes=int(peak),
+                state_bytes=int(sum(arguments[:state_count])),
+                flops=float(np.dot(flops, trips)),
+                bytes_accessed=float(np.dot(traffic, trips)),
+                op_count=int(trips.sum()),
+                collectives=tuple(collectives),
+                dropped=specs.dropped,
+                unmodelled=tuple((o, 0.0) for o in analysis.axes.opaque),
+                elapsed_s=time.perf_counter() - start,
+            )
+            if device_count
+            else _nothing()
+        )
+
+    def _communication(
+        self, judged: shardy.Judged, sizes: dict[str, int]
+    ) -> tuple[list[Collective], list[tuple[int, float]]]:
+        kernels = self._analysis.kernels
+        collectives = []
+        spikes = []
+        for kind, axes, before, after, block, tag, sliced, location in judged.communication:
+            trips = kernels.trips.get(block, 1.0)
+            if kind == "all_reduce" and sliced and set(sliced) == set(axes):
+                kind = "reduce_scatter"
+            found = _SOURCE.search(location)
+            collectives.append(
+                Collective(
+                    kind=kind if kind != "sharded_to_unreduced" else "all_gather",
+                    group_size=int(math.prod(shardy.axis_size(a, sizes) for a in axes)),
+                    mesh_axes=axes,
+                    bytes=int(max(before, after)),
+                    count=int(trips),
+                    source=f"{found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}" if found else "",
+                )
+            )
+            spikes.append((kernels.positions.get(tag, 0), after))
+        return collectives, spikes
+
+
+def _closed(spec: tuple[tuple[str, ...], ...]) -> shardy.Dims:
+    return tuple((axes, False) for axes in spec)
+
+
+def _peak_of(kernels: object, local: np.ndarray, spikes: list[tuple[int, float]]) -> float:
+    """Largest sum of live buffers over the step, bytes; arguments not included."""
+    change = np.zeros(kernels.length + 2)  # type: ignore[attr-defined]
+    held = kernels.live_from >= 0  # type: ignore[attr-defined]
+    sizes = np.where(np.isfinite(local), local, 0.0)
+    np.add.at(change, kernels.live_from[held], sizes[held])  # type: ignore[attr-defined]
+    np.add.at(change, kernels.live_to[held] + 1, -sizes[held])  # type: ignore[attr-defined]
+    for position, bytes_ in spikes:
+        change[position] += bytes_
+        change[min(position + 2, len(change) - 1)] -= bytes_
+    return float(np.cumsum(change).max(initial=0.0))
+
+
+def _nothing() -> Failure:
+    return Failure(stage=Stage.PROPAGATE, kind=Kind.INFEASIBLE, message="the mesh is empty")

@@ -1,0 +1,335 @@
+"""Fair racing: which candidate has the shortest step, on a machine whose speed drifts.
+
+Pure logic: the clock is behind an injected `run`. In each round every surviving candidate runs once,
+in a fresh random order, so that all share the round's weather; what is compared is the logarithm of
+the ratio of two candidates' times *within a round*. On a shared machine one step varies by 2x, while
+these ratios stay put.
+
+The statistic is Tukey and McLaughlin's (Sankhya A 25, 1963): the 20 %-trimmed mean of the log
+ratios, its standard error from the winsorized variance, Student's t with n - 2g - 1 degrees of
+freedom. One bad round in five moves it little. Known shortcomings: the bound is looked at after every
+round, so over a long race more than 1 % of the drops are by luck; drift within a round is averaged by
+the random order, not removed.
+"""
+
+import dataclasses
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import scipy.special
+
+from autoshard.trial import Failure, Kind, Stage
+
+Run = Callable[[str, int], Sequence[float] | Failure]
+"""(name, steps) -> wall time of each step in seconds."""
+
+_TRIM = 0.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RaceSettings:
+    """How long to race and how sure to be.
+
+    Attributes:
+      max_rounds: the race ends after these.
+      min_rounds: common rounds before anyone is dropped or a tie is called.
+      confidence: of the one-sided bounds on the mean log ratio.
+      tie: leaders closer than this share of the step time are equal.
+      min_turn_s: very short steps are repeated until a turn takes about this long, seconds.
+      max_steps: but at most so many in one turn.
+      block_steps: steps in a turn when not all fit memory together, so that loading pays.
+    """
+
+    max_rounds: int = 30
+    min_rounds: int = 5
+    confidence: float = 0.99
+    tie: float = 0.01
+    min_turn_s: float = 0.01
+    max_steps: int = 16
+    block_steps: int = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    """One candidate's race.
+
+    Attributes:
+      samples_s: every sample, in the order taken.
+      rounds: the round of each sample, from 0; the samples of one round pair up with other
+        candidates' of that round by their medians.
+      dropped: the round after which it left, None if it never did.
+      reason: why it left; "" if it did not.
+      failure: what stopped it, if something did.
+    """
+
+    name: str
+    samples_s: tuple[float, ...]
+    rounds: tuple[int, ...]
+    dropped: int | None = None
+    reason: str = ""
+    failure: Failure | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RaceResult:
+    """The outcome.
+
+    Attributes:
+      runners: all candidates, in the order given.
+      ranking: names, best first: the survivors by their paired times, then the dropped, the last to
+        leave first; failed ones are not in it.
+      rounds: rounds begun.
+      ended: "one left", "none left", "tie", "max rounds" or "stopped".
+    """
+
+    runners: tuple[Runner, ...]
+    ranking: tuple[str, ...]
+    rounds: int
+    ended: str
+
+    @property
+    def winner(self) -> str | None:
+        """The best name, None if every candidate failed."""
+        return self.ranking[0] if self.ranking else None
+
+
+@dataclasses.dataclass(slots=True)
+class _Lane:
+    name: str
+    samples_s: list[float] = dataclasses.field(default_factory=list)
+    rounds: list[int] = dataclasses.field(default_factory=list)
+    dropped: int | None = None
+    reason: str = ""
+    failure: Failure | None = None
+
+    def by_round(self) -> dict[int, float]:
+        """The logarithm of the median sample of each round."""
+        grouped: dict[int, list[float]] = {}
+        for sample, round_ in zip(self.samples_s, self.rounds, strict=True):
+            grouped.setdefault(round_, []).append(sample)
+        return {r: math.log(max(statistics.median(s), 1e-12)) for r, s in grouped.items()}
+
+    def frozen(self) -> Runner:
+        return Runner(
+            name=self.name,
+            samples_s=tuple(self.samples_s),
+            rounds=tuple(self.rounds),
+            dropped=self.dropped,
+            reason=self.reason,
+            failure=self.failure,
+        )
+
+
+def race(
+    names: Sequence[str],
+    run: Run,
+    *,
+    seed: int,
+    settings: RaceSettings = RaceSettings(),
+    should_stop: Callable[[], bool] = lambda: False,
+    load: Callable[[str], object] = lambda name: None,
+    unload: Callable[[str], None] = lambda name: None,
+    candidate_bytes: Mapping[str, int] | None = None,
+    memory_bytes: int | None = None,
+) -> RaceResult:
+    """Races candidates until one is left, the leaders tie, or time is up.
+
+    Args:
+      names: distinct names of the candidates.
+      run: runs steps of a loaded candidate. A Failure or an exception drops the candidate.
+      seed: of the order in each round; same seed and same samples, same race.
+      should_stop: asked before each round.
+      load, unload: make a candidate ready to run and free its memory. `load` may return or raise a
+        failure too. After each load one step runs unrecorded. What is loaded stays so at the end.
+      candidate_bytes, memory_bytes: what each candidate needs while loaded, and what there is on a
+        device. Where all do not fit, each round runs them in blocks that do, with
+        `settings.block_steps` steps a turn.
+    """
+    lanes = {name: _Lane(name) for name in names}
+    if len(lanes) != len(names):
+        raise ValueError(f"names must be distinct, got {list(names)}")
+    order = random.Random(seed)
+    track = _Track(run, load, unload, candidate_bytes or {}, memory_bytes)
+    steps = 1
+    round_ = 0
+    ended = ""
+    while not ended:
+        alive = [lane for lane in lanes.values() if lane.dropped is None]
+        if not alive or (len(alive) == 1 and round_ >= settings.min_rounds):
+            ended = "one left" if alive else "none left"
+        elif round_ >= settings.max_rounds:
+            ended = "max rounds"
+        elif should_stop():
+            ended = "stopped"
+        if ended:
+            break
+        order.shuffle(alive)
+        blocks = track.blocks(alive)
+        turn = steps if len(blocks) == 1 else max(steps, settings.block_steps)
+        for block in blocks:
+            track.enter(block, round_)
+            for lane in block:
+                if lane.dropped is None:
+                    track.turn(lane, turn, round_)
+        round_ += 1
+        alive = [lane for lane in alive if lane.dropped is None]
+        if alive:
+            shortest = min(min(lane.samples_s) for lane in alive)
+            steps = min(settings.max_steps, max(1, math.ceil(settings.min_turn_s / shortest)))
+        if len(alive) > 1 and _judge(alive, round_ - 1, settings):
+            ended = "tie"
+        for lane in alive:
+            if lane.dropped is not None:
+                track.leave(lane)
+    return RaceResult(
+        runners=tuple(lane.frozen() for lane in lanes.values()),
+        ranking=_ranking(list(lanes.values())),
+        rounds=round_,
+        ended=ended,
+    )
+
+
+class _Track:
+    """Who is loaded, and every call that may fail."""
+
+    def __init__(
+        self,
+        run: Run,
+        load: Callable[[str], object],
+        unload: Callable[[str], None],
+        candidate_bytes: Mapping[str, int],
+        memory_bytes: int | None,
+    ):
+        self._run, self._load, self._unload = run, load, unload
+        self._bytes, self._limit = candidate_bytes, memory_bytes
+        self._loaded: set[str] = set()
+
+    def blocks(self, lanes: Sequence[_Lane]) -> list[list[_Lane]]:
+        """Consecutive lanes that fit memory together; one too large alone is still tried alone."""
+        blocks: list[list[_Lane]] = []
+        free = 0
+        for lane in lanes:
+            size = self._bytes.get(lane.name, 0)
+            if not blocks or (self._limit is not None and size > free):
+                blocks.append([])
+                free = self._limit or 0
+            blocks[-1].append(lane)
+            free -= size
+        return blocks
+
+    def enter(self, block: Sequence[_Lane], round_: int) -> None:
+        """Makes the block loaded, and others too only as far as they fit beside it."""
+        names = {lane.name for lane in block}
+        if self._limit is not None:
+            total = sum(self._bytes.get(name, 0) for name in names | self._loaded)
+            if total > self._limit:
+                for name in sorted(self._loaded - names):
+                    self._unload(name)
+                self._loaded &= names
+        for lane in block:
+            if lane.name not in self._loaded:
+                failure = self._guarded(self._load, lane.name)
+                if not isinstance(failure, Failure):
+                    self._loaded.add(lane.name)
+                    failure = self._guarded(self._run, lane.name, 1)  # warm-up
+                if isinstance(failure, Failure):
+                    self._fail(lane, failure, round_)
+
+    def turn(self, lane: _Lane, steps: int, round_: int) -> None:
+        samples = self._guarded(self._run, lane.name, steps)
+        if isinstance(samples, Failure):
+            self._fail(lane, samples, round_)
+        else:
+            lane.samples_s += samples  # type: ignore[arg-type]
+            lane.rounds += [round_] * len(samples)  # type: ignore[arg-type]
+
+    def leave(self, lane: _Lane) -> None:
+        if lane.name in self._loaded:
+            self._loaded.discard(lane.name)
+            self._unload(lane.name)
+
+    def _fail(self, lane: _Lane, failure: Failure, round_: int) -> None:
+        lane.dropped, lane.reason, lane.failure = round_, f"failed: {failure.kind}", failure
+        self.leave(lane)
+
+    @staticmethod
+    def _guarded(call: Callable[..., object], *args: object) -> object:
+        try:
+            return call(*args)
+        except Exception as error:  # noqa: BLE001 - one candidate's trouble must not end the race
+            message = f"{type(error).__name__}: {error}"
+            return Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message=message)
+
+
+def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings) -> bool:
+    """Drops who cannot win any more; returns whether those left are tied."""
+    leader = min(alive, key=_standing(alive))
+    tied = True
+    for lane in alive:
+        if lane is leader:
+            continue
+        ratios = _log_ratios(lane, leader)
+        if len(ratios) < settings.min_rounds:
+            tied = False
+            continue
+        mean, margin = trimmed_mean(ratios, settings.confidence)
+        if mean - margin > 0:
+            lane.dropped = round_
+            lane.reason = (
+                f"{math.expm1(mean):.1%} slower than {leader.name} in {len(ratios)} rounds, "
+                f"at least {math.expm1(mean - margin):.1%} with {settings.confidence:.0%} confidence"
+            )
+        elif mean + margin > math.log1p(settings.tie):
+            tied = False
+    return tied and sum(lane.dropped is None for lane in alive) > 1
+
+
+def trimmed_mean(values: Sequence[float], confidence: float) -> tuple[float, float]:
+    """The 20 %-trimmed mean and the half-width of its one-sided confidence bound.
+
+    >>> mean, margin = trimmed_mean([0.1, 0.1, 0.1, 0.1, 9.0], 0.99)
+    >>> round(mean, 6), round(margin, 6)
+    (0.1, 0.0)
+    """
+    n = len(values)
+    cut = int(_TRIM * n)
+    ordered = sorted(values)
+    mean = statistics.fmean(ordered[cut : n - cut])
+    if n - 2 * cut < 2:
+        return mean, math.inf
+    ordered[:cut] = [ordered[cut]] * cut
+    ordered[n - cut :] = [ordered[n - cut - 1]] * cut
+    error = statistics.stdev(ordered) / ((1 - 2 * _TRIM) * math.sqrt(n))
+    return mean, float(scipy.special.stdtrit(n - 2 * cut - 1, confidence)) * error
+
+
+def _log_ratios(lane: _Lane, other: _Lane) -> list[float]:
+    """log(time of lane / time of other) in each round that both ran."""
+    mine, theirs = lane.by_round(), other.by_round()
+    return [mine[r] - theirs[r] for r in mine if r in theirs]
+
+
+def _standing(lanes: Sequence[_Lane]) -> Callable[[_Lane], tuple[float, str]]:
+    """A sort key: trimmed mean of log times over the rounds all of them ran; then the name."""
+    tables = {lane.name: lane.by_round() for lane in lanes}
+    common = set.intersection(*(set(table) for table in tables.values()))
+
+    def key(lane: _Lane) -> tuple[float, str]:
+        table = tables[lane.name]
+        times = [table[r] for r in sorted(common or table)]
+        return trimmed_mean(times, 0.5)[0], lane.name
+
+    return key
+
+
+def _ranking(lanes: Sequence[_Lane]) -> tuple[str, ...]:
+    alive = [lane for lane in lanes if lane.dropped is None and lane.samples_s]
+    slower = [lane for lane in lanes if lane.dropped is not None and lane.failure is None]
+    ranked = sorted(alive, key=_standing(alive)) if alive else []
+    ranked += sorted(
+        slower,
+        key=lambda lane: (-(lane.dropped or 0), *_standing([lane])(lane)),
+    )
+    return tuple(lane.name for lane in ranked)

@@ -1,0 +1,270 @@
+"""A worker process that can be killed: compiling and measuring happen where a crash costs nothing.
+
+The child is a fresh interpreter (`python -m autoshard.rungs.worker_main`), not a fork and not
+`multiprocessing`: the user's `__main__` is never imported again, so notebooks and closures work.
+Requests and answers are length-prefixed pickles over two pipes of their own; whatever is printed,
+by Python or by XLA, goes to a file. A request is a module-level function and its arguments.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import autoshard
+from autoshard.errors import WorkerError
+from autoshard.trial import Failure, Kind, Stage
+
+T = TypeVar("T")
+
+LENGTH = struct.Struct("!Q")
+_CHUNK_BYTES = 1 << 20
+_TAIL_LINES = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """How to start a worker.
+
+    Attributes:
+      platform: the only platform its JAX may open: "cpu", "cuda", "rocm" or "tpu".
+      device_count: how many CPU devices it makes; ignored elsewhere.
+      folder: where its output goes, one file per process; made when missing.
+      start_limit_s: how long starting (importing JAX) may take, seconds.
+    """
+
+    platform: str
+    device_count: int
+    folder: str
+    start_limit_s: float = 300.0
+
+
+class WorkerProcess:
+    """One child process, started at the first call and again after each death.
+
+    Not for two threads at once: calls wait for each other. The child ends when this object is
+    garbage collected, when `close` is called, and when this process is gone.
+
+    Attributes:
+      starts: how many processes were started; whoever keeps state in the child compares it.
+    """
+
+    def __init__(self, settings: WorkerSettings):
+        self.settings = settings
+        self.starts = 0
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, None while there is none."""
+        return self._child.process.pid if self._child else None
+
+    def call(
+        self, function: Callable[..., T], *args: object, stage: Stage, time_limit_s: float
+    ) -> T | Failure:
+        """Runs `function(*args)` in the child.
+
+        Args:
+          function: importable by name in the child; arguments and result are pickled.
+          stage: stage of the failures returned.
+          time_limit_s: after that the child's whole process group is killed. Starting the child
+            does not count.
+
+        Returns:
+          What the function returned, or a Failure: TIMEOUT when killed at the limit, CRASH when the
+          process died or the function raised; the message ends with what was last written to
+          stderr or with the traceback.
+
+        Raises:
+          WorkerError: the child cannot be started at all.
+        """
+        with self._lock:
+            child = self._child or self._start()
+            begin = time.monotonic()
+            try:
+                child.send(pickle.dumps((function, args), protocol=5), begin + time_limit_s)
+                answer = child.receive(begin + time_limit_s)
+            except TimeoutError:
+                message = f"killed after the time limit of {time_limit_s:g} s{child.tail()}"
+                return self._died(stage, Kind.TIMEOUT, message, begin)
+            except (EOFError, BrokenPipeError):
+                message = f"the worker process {child.epitaph()}{child.tail()}"
+                return self._died(stage, Kind.CRASH, message, begin)
+            except BaseException:  # Ctrl-C between request and answer: the pipe is out of step
+                self._kill()
+                raise
+        returned, value = pickle.loads(answer)
+        if returned:
+            return value
+        return Failure(
+            stage=stage, kind=Kind.CRASH, message=value, elapsed_s=time.monotonic() - begin
+        )
+
+    def close(self) -> None:
+        """Ends the child, if there is one. The next call starts another."""
+        with self._lock:
+            self._kill()
+
+    def _start(self) -> "_Child":
+        child = _Child(self.settings)
+        self._child = child
+        self._finalizer = weakref.finalize(self, child.kill)
+        self.starts += 1
+        try:
+            child.receive(time.monotonic() + self.settings.start_limit_s)
+        except (TimeoutError, EOFError, BrokenPipeError) as error:
+            tail = child.tail()
+            self._kill()
+            raise WorkerError(
+                f"no worker process could be started with {sys.executable} "
+                f"(platform {self.settings.platform}): {error!r}{tail}"
+            ) from error
+        except BaseException:
+            self._kill()
+            raise
+        return child
+
+    def _died(self, stage: Stage, kind: Kind, message: str, begin: float) -> Failure:
+        self._kill()
+        elapsed_s = time.monotonic() - begin
+        return Failure(stage=stage, kind=kind, message=message, elapsed_s=elapsed_s)
+
+    def _kill(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._child = self._finalizer = None
+
+
+class _Child:
+    """The process, its two pipes and its output file."""
+
+    def __init__(self, settings: WorkerSettings):
+        folder = Path(settings.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        request_read, self._request_write = os.pipe()
+        self._answer_read, answer_write = os.pipe()
+        name = f"worker-{os.getpid()}-{time.time_ns():x}.stderr"
+        self.log = folder / name
+        command = [sys.executable, "-P", "-m", "autoshard.rungs.worker_main"]
+        command += [str(request_read), str(answer_write), str(os.getpid())]
+        command += [settings.platform, str(settings.device_count), str(self.log)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(request_read, answer_write),
+                start_new_session=True,  # a process group of its own: kill all, share no Ctrl-C
+                env=_environment(settings),
+            )
+        os.close(request_read)
+        os.close(answer_write)
+        for fd in (self._request_write, self._answer_read):
+            os.set_blocking(fd, False)
+
+    def send(self, payload: bytes, deadline: float) -> None:
+        view = memoryview(LENGTH.pack(len(payload)) + payload)
+        while view:
+            _wait(self._request_write, select.POLLOUT, deadline)
+            with contextlib.suppress(BlockingIOError):
+                view = view[os.write(self._request_write, view[:_CHUNK_BYTES]) :]
+
+    def receive(self, deadline: float) -> bytes:
+        (length,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
+        return self._receive(length, deadline)
+
+    def _receive(self, length: int, deadline: float) -> bytes:
+        parts = bytearray()
+        while len(parts) < length:
+            _wait(self._answer_read, select.POLLIN, deadline)
+            with contextlib.suppress(BlockingIOError):
+                part = os.read(self._answer_read, min(_CHUNK_BYTES, length - len(parts)))
+                if not part:
+                    raise EOFError("the worker closed its pipe")
+                parts += part
+        return bytes(parts)
+
+    def epitaph(self) -> str:
+        """How the process ended."""
+        try:
+            code = self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        if code >= 0:
+            return f"exited with status {code}"
+        hint = " (often the kernel, out of memory)" if code == -signal.SIGKILL else ""
+        return f"died of {signal.Signals(-code).name}{hint}"
+
+    def tail(self) -> str:
+        """The last lines of its output, led by a line that says where the rest is; "" if none."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - 8192))
+                lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        except FileNotFoundError:
+            return ""
+        return "\n".join([f"; its last output, from {self.log}:", *lines]) if lines else ""
+
+    def kill(self) -> None:
+        """Kills the whole process group and frees the pipes; once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._request_write)
+        os.close(self._answer_read)
+        with contextlib.suppress(FileNotFoundError):  # whoever owns the folder may have removed it
+            if self.log.stat().st_size == 0:
+                self.log.unlink()
+
+
+def _wait(fd: int, event: int, deadline: float) -> None:
+    """Waits until `fd` is ready, or raises TimeoutError."""
+    poll = select.poll()
+    poll.register(fd, event)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+        raise TimeoutError
+
+
+def _environment(settings: WorkerSettings) -> dict[str, str]:
+    """This process's environment, with the platform named and `autoshard` importable."""
+    env = dict(os.environ)
+    env["JAX_PLATFORMS"] = settings.platform
+    env["TF_CPP_MIN_LOG_LEVEL"] = "1"  # warnings are read back: the user may not silence them
+    env.pop("JAX_NUM_CPU_DEVICES", None)
+    flags = env.get("XLA_FLAGS", "").split()  # JAX refuses two sources for the device count
+    env["XLA_FLAGS"] = " ".join(f for f in flags if "force_host_platform_device_count" not in f)
+    root = str(Path(autoshard.__path__[0]).parent)
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)
+    return env
+
+
+_here = threading.local()
+
+
+def worker_here(settings: WorkerSettings) -> WorkerProcess:
+    """The worker of the calling thread, kept for its next call with the same settings.
+
+    So a job submitted to any `concurrent.futures.Executor` finds a warm worker, one for each
+    thread or process of the executor.
+    """
+    worker = getattr(_here, "worker", None)
+    if worker is None or worker.settings != settings:
+        if worker is not None:
+            worker.close()
+        worker = _here.worker = WorkerProcess(settings)
+    return worker

@@ -1,0 +1,64 @@
+"""What a worker process runs: read a request, call it, answer, until the pipe closes.
+
+Started by `autoshard.rungs.worker` only, with: request fd, answer fd, parent pid, platform,
+CPU device count, and the file that its output goes to.
+"""
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from typing import BinaryIO
+
+from autoshard.rungs.worker import LENGTH
+
+log_path: str | None = None
+"""The file behind this process's stdout and stderr; None in any process that is not a worker."""
+
+
+def main(argv: list[str]) -> None:
+    """Serves requests until the parent closes the pipe or is gone."""
+    request_fd, answer_fd, parent, platform, device_count, path = argv
+    for fd in (int(request_fd), int(answer_fd)):
+        os.set_inheritable(fd, False)
+    threading.Thread(target=_die_with, args=(int(parent),), daemon=True).start()
+    import autoshard.rungs.worker_main as module
+
+    module.log_path = path  # this file runs as __main__; jobs import it by its own name
+    import jax
+
+    jax.config.update("jax_platforms", platform)
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", int(device_count))
+    with os.fdopen(int(request_fd), "rb") as requests, os.fdopen(int(answer_fd), "wb") as answers:
+        _send(answers, b"")
+        while header := requests.read(LENGTH.size):
+            _send(answers, _answer(requests.read(*LENGTH.unpack(header))))
+
+
+def _answer(request: bytes) -> bytes:
+    """Pickled (True, result), or (False, text) when unpickling, the call or pickling raised."""
+    try:
+        function, args = pickle.loads(request)
+        return pickle.dumps((True, function(*args)), protocol=5)
+    except Exception as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-8)}"
+        return pickle.dumps((False, text), protocol=5)
+
+
+def _send(answers: BinaryIO, payload: bytes) -> None:
+    answers.write(LENGTH.pack(len(payload)) + payload)
+    answers.flush()
+
+
+def _die_with(parent: int) -> None:
+    """A worker that is busy when its parent is killed must not go on for hours."""
+    while os.getppid() == parent:
+        time.sleep(2)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,224 @@
+"""Sites: the values inside a step on which a sharding constraint is put, and the rewrite that puts it.
+
+The same placement serves rung 1 (every site open), rung 2 and the running step (each site with
+the sharding its layout gives). A site is known again in a lowered module by its tag, a name scope
+in the location of the constraint, never by order: lowering drops, unrolls and moves operations.
+"""
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Callable
+
+from jax.sharding import NamedSharding
+
+from autoshard.compat import jaxprs
+from autoshard.flow import CONTRACTIONS, Flow, inner_links
+
+_TAG = "autoshard_site_"
+_TAG_PATTERN = re.compile(_TAG + r"(\d+)")
+
+_OPENERS = CONTRACTIONS | frozenset(
+    "gather scatter scatter-add scatter_add scatter-mul scatter-min scatter-max reshape concatenate "
+    "reduce_sum reduce_max cumsum cumprod cummax cumlogsumexp sort top_k reduce_window_sum "
+    "reduce_window_max select_and_scatter_add dynamic_slice dynamic_update_slice".split()
+)
+_QUIET = frozenset(
+    "broadcast_in_dim iota convert_element_type transpose squeeze expand_dims copy pad slice rev "
+    "random_bits random_wrap random_unwrap random_seed random_fold_in random_split stop_gradient "
+    "threefry2x32 shard_map pallas_call custom_call ffi_call optimization_barrier name copy_p "
+    "split argmax argmin".split()
+)
+
+
+class Place(enum.StrEnum):
+    """Where a site sits relative to the equation that makes or uses its value."""
+
+    RESULT = "result"  # after the equation that computes the value
+    USE = "use"  # between a parameter and the contraction that uses it
+    ENTRY = "entry"  # at the entry of a loop body
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A value inside the step that takes a sharding constraint.
+
+    Attributes:
+      index: the number in its tag.
+      storage: whether it takes storage rules; the others take compute rules.
+      shape: of the value; inside a scan body, of one iteration.
+      operation: the primitive that makes it, or uses it.
+      source: `file:line` of the user's code, "" if unknown.
+    """
+
+    index: int
+    place: Place
+    storage: bool
+    shape: tuple[int, ...]
+    operation: str
+    source: str
+
+    @property
+    def tag(self) -> str:
+        return f"{_TAG}{self.index}"
+
+
+def site_of_location(location: str) -> int | None:
+    """The site whose tag a lowered operation's location carries."""
+    found = _TAG_PATTERN.search(location)
+    return int(found.group(1)) if found else None
+
+
+class SiteMap:
+    """Where the sites of one step are. Build with `find_sites`.
+
+    Attributes:
+      sites: all of them, by index.
+    """
+
+    def __init__(self, closed: jaxprs.ClosedJaxpr, flow: Flow):
+        self.sites: list[Site] = []
+        self._closed = closed
+        self._flow = flow
+        # Per jaxpr (by identity): sites on its entry values, on operands, and on results.
+        self._entries: dict[int, dict[int, int]] = {}
+        self._uses: dict[int, dict[tuple[int, int], int]] = {}
+        self._results: dict[int, dict[tuple[int, int], int]] = {}
+        self._find(closed.jaxpr, is_loop_body=False)
+
+    def _add(self, place: Place, var: jaxprs.Var, storage: bool, eqn: jaxprs.JaxprEqn | None) -> int:
+        index = len(self.sites)
+        self.sites.append(
+            Site(
+                index=index,
+                place=place,
+                storage=storage,
+                shape=tuple(var.aval.shape),
+                operation=eqn.primitive.name if eqn else "loop",
+                source=jaxprs.source_line(eqn) if eqn else "",
+            )
+        )
+        return index
+
+    def _find(self, jaxpr: jaxprs.Jaxpr, is_loop_body: bool) -> None:
+        if id(jaxpr) in self._results:
+            return
+        flow = self._flow
+        entries: dict[int, int] = {}
+        uses: dict[tuple[int, int], int] = {}
+        results: dict[tuple[int, int], int] = {}
+        self._entries[id(jaxpr)], self._uses[id(jaxpr)] = entries, uses
+        self._results[id(jaxpr)] = results
+        # Values that carry a sharding already: sited ones, what elementwise chains make of them, and
+        # what the caller hands in.
+        settled: set[jaxprs.Var] = set(jaxpr.invars)
+        if is_loop_body:
+            for i, var in enumerate(jaxpr.invars):
+                if _worth(var):
+                    entries[i] = self._add(Place.ENTRY, var, flow.storage(var), None)
+        returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
+        for e, eqn in enumerate(jaxpr.eqns):
+            name = eqn.primitive.name
+            links = inner_links(eqn)
+            for body, *_ in links:
+                self._find(body, name in jaxprs.LOOPS)
+            mixes = any(not flow.state_only(v) and flow.of(v) for v in eqn.invars)
+            if name in CONTRACTIONS or _enlarges(eqn) or (name == "gather" and mixes):
+                for i, var in enumerate(eqn.invars):
+                    if name == "gather" and i > 0:
+                        break
+                    if _worth(var) and flow.state_only(var):
+                        uses[e, i] = self._add(
+                            Place.USE, var, not mixes and name in CONTRACTIONS, eqn
+                        )
+            if links:
+                opens = name in jaxprs.LOOPS
+            elif name in _OPENERS:
+                opens = True
+            elif name in _QUIET:
+                opens = False
+            else:
+                opens = any(v not in settled for v in eqn.invars if _worth(v))
+                settled.update(eqn.outvars)
+            for o, var in enumerate(eqn.outvars):
+                wanted = opens or (is_loop_body and var in returned)
+                if wanted and _worth(var) and flow.of(var):
+                    results[e, o] = self._add(Place.RESULT, var, flow.storage(var), eqn)
+                    settled.add(var)
+
+    def constrained(
+        self, sharding_of: Callable[[Site], NamedSharding | None]
+    ) -> jaxprs.ClosedJaxpr:
+        """The step with a constraint at every site for which `sharding_of` gives a sharding.
+
+        A jaxpr that occurs many times is rewritten once, so that it stays one function.
+        """
+        memo: dict[int, jaxprs.Jaxpr] = {}
+
+        def rewrite(jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
+            if id(jaxpr) in memo:
+                return memo[id(jaxpr)]
+            if id(jaxpr) not in self._results:
+                return jaxpr
+            entries, uses = self._entries[id(jaxpr)], self._uses[id(jaxpr)]
+            results = self._results[id(jaxpr)]
+            alias: dict[jaxprs.Var, jaxprs.Var] = {}
+            eqns: list[jaxprs.JaxprEqn] = []
+
+            def read(v: object) -> object:
+                return v if isinstance(v, jaxprs.Literal) else alias.get(v, v)
+
+            def pin(index: int, source: jaxprs.Var, like: jaxprs.JaxprEqn | None) -> jaxprs.Var:
+                site = self.sites[index]
+                sharding = sharding_of(site)
+                if sharding is None:
+                    return source
+                target = jaxprs.fresh(source)
+                eqns.append(
+                    jaxprs.constraint_equation(source, target, sharding, site.tag, like)
+                )
+                return target
+
+            for i, index in entries.items():
+                alias[jaxpr.invars[i]] = pin(index, jaxpr.invars[i], None)
+            for e, eqn in enumerate(jaxpr.eqns):
+                new = jaxprs.with_inner(eqn, rewrite)
+                invars = [read(v) for v in new.invars]
+                for i in range(len(invars)):
+                    if (e, i) in uses:
+                        invars[i] = pin(uses[e, i], invars[i], eqn)
+                eqns.append(new.replace(invars=invars))
+                for o, var in enumerate(eqn.outvars):
+                    if (e, o) in results:
+                        alias[var] = pin(results[e, o], var, eqn)
+            out = jaxpr.replace(eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
+            memo[id(jaxpr)] = out
+            return out
+
+        return jaxprs.ClosedJaxpr(rewrite(self._closed.jaxpr), self._closed.consts)
+
+
+def find_sites(closed: jaxprs.ClosedJaxpr, state_count: int, returned: int) -> SiteMap:
+    """Finds the sites of a flat step.
+
+    Args:
+      state_count: the first so many inputs are the state.
+      returned: the first so many outputs are the new state.
+    """
+    return SiteMap(closed, Flow(closed, state_count, returned))
+
+
+def _worth(var: object) -> bool:
+    """Only arrays of more than one element, of ordinary dtypes, are worth a site."""
+    if isinstance(var, jaxprs.Literal):
+        return False
+    shape = getattr(var.aval, "shape", ())
+    return bool(shape) and math.prod(shape) > 1 and not str(var.aval.dtype).startswith("key<")
+
+
+def _enlarges(eqn: jaxprs.JaxprEqn) -> bool:
+    """A broadcast of an array: a parameter that meets an activation elementwise."""
+    return eqn.primitive.name == "broadcast_in_dim" and math.prod(
+        eqn.outvars[0].aval.shape
+    ) > math.prod(getattr(eqn.invars[0].aval, "shape", ()) or (1,))

@@ -1,0 +1,339 @@
+"""The search space of one program on one number of devices: enumerate, sample, neighbours, contains."""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
+
+from autoshard.axes import Axes, LogicalAxis
+from autoshard.errors import LayoutError
+from autoshard.layout import Candidate, Layout, Spec, rules
+from autoshard.program import Program
+from autoshard.sites import Site
+from autoshard.specs import Specs, resolve
+
+MeshShape = tuple[tuple[str, int], ...]
+Knobs = tuple[tuple[str, str | int | float | bool | None], ...]
+
+MAX_MESH_AXES = 3
+
+
+def factorizations(count: int, most: int = MAX_MESH_AXES) -> list[tuple[int, ...]]:
+    """Ordered factorizations of `count` into at most `most` factors above one; [()] for 1."""
+    if count == 1:
+        return [()]
+    found: list[tuple[int, ...]] = [(count,)]
+    if most > 1:
+        for first in range(2, count):
+            if count % first == 0:
+                found += [(first, *rest) for rest in factorizations(count // first, most - 1)]
+    return list(dict.fromkeys(found))
+
+
+def mesh_shapes(count: int, names: tuple[str, ...], ordered: bool) -> list[MeshShape]:
+    """Meshes of every factorization into up to three axes.
+
+    Args:
+      names: of the axes, major to minor; completed by x, y, z.
+      ordered: whether (4, 2) and (2, 4) differ: they do where links differ or names carry a
+        meaning; else one of them stands for both, sizes descending.
+    """
+    spare = [n for n in ("x", "y", "z") if n not in names]
+    all_names = (*names, *spare)
+    shapes = factorizations(count)
+    if not ordered:
+        shapes = list(dict.fromkeys(tuple(sorted(s, reverse=True)) for s in shapes))
+    shapes.sort(key=lambda s: (len(s), [-n for n in s]))
+    return [tuple(zip(all_names, s, strict=False)) for s in shapes]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """All candidates for one program (one value of every knob).
+
+    Attributes:
+      meshes: allowed mesh shapes.
+      pinned: logical axis -> mesh axes, for compute and storage, as the user fixed them.
+      fixed_leaves: state leaf index -> spec, as the user fixed them.
+      as_written: the user's own mesh, where the step has constraints to keep.
+    """
+
+    program: Program
+    axes: Axes
+    sites: tuple[Site, ...]
+    meshes: tuple[MeshShape, ...]
+    pinned: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fixed_leaves: tuple[tuple[int, Spec], ...] = ()
+    as_written: MeshShape | None = None
+
+    @property
+    def knobs(self) -> Knobs:
+        return self.program.knobs
+
+    def shardable(self) -> tuple[LogicalAxis, ...]:
+        """The axes a rule may name: no loop axes, and some mesh axis divides them."""
+        sizes = {size for mesh in self.meshes for _, size in mesh}
+        pinned = {axis for axis, _ in self.pinned}
+        return tuple(
+            a
+            for a in self.axes.axes
+            if not a.is_loop
+            and a.name not in pinned
+            and a.where
+            and any(a.size % n == 0 for n in sizes)
+        )
+
+    def specs(self, layout: Layout) -> Specs:
+        return resolve(
+            self.program, self.axes, list(self.sites), layout, dict(self.fixed_leaves)
+        )
+
+    def candidate(self, layout: Layout) -> Candidate:
+        return Candidate(layout=layout.canonical(), knobs=self.knobs)
+
+    def layout(
+        self,
+        mesh: MeshShape,
+        compute: Mapping[str, tuple[str, ...]],
+        storage: Mapping[str, tuple[str, ...]],
+        occurrences: Mapping[str, int] | None = None,
+    ) -> Layout:
+        """A canonical layout with the pinned rules put in."""
+        names = {name for name, _ in mesh}
+        pinned = {a: to for a, to in self.pinned if set(to) <= names}
+        return Layout(
+            mesh=mesh,
+            compute=rules({**compute, **pinned}),
+            storage=rules({**storage, **pinned}),
+            occurrences=tuple(sorted((occurrences or {}).items())),
+        ).canonical()
+
+    def contains(self, candidate: Candidate) -> str | None:
+        """None if the candidate belongs to the space, else the reason why not."""
+        layout = candidate.layout
+        if candidate.knobs != self.knobs:
+            return f"knobs are {dict(candidate.knobs)}, this space has {dict(self.knobs)}"
+        count = math.prod(n for _, n in self.meshes[0]) if self.meshes else 1
+        if layout.as_written:
+            return None if self.as_written else "the step has no constraints of its own to keep"
+        if layout.device_count != count:
+            return f"the mesh has {layout.device_count} devices, the target {count}"
+        known = {a.name: a for a in self.axes.axes}
+        for axis, to in (*layout.compute, *layout.storage):
+            if axis not in known:
+                return f"no logical axis {axis!r}; the axes are {', '.join(known)}"
+            if known[axis].is_loop:
+                return f"{axis} is a loop axis: a loop takes one slice of it at a time"
+            del to
+        for axis, to in self.pinned:
+            if dict(layout.compute).get(axis, ()) != to:
+                return f"{axis} is fixed to {', '.join(to)}"
+        specs = self.specs(layout)
+        if specs.idle:
+            return specs.idle[0]
+        sizes = layout.sizes
+        batch_rules = {
+            a.name: dict(layout.compute)[a.name]
+            for a in self.axes.axes
+            if a.is_batch and a.name in dict(layout.compute)
+        }
+        for leaf, dims, spec in zip(
+            self.program.inputs, self.axes.inputs, specs.inputs, strict=True
+        ):
+            wanted = {m for dim in dims for axis, _ in dim for m in batch_rules.get(axis or "", ())}
+            got = {m for dim in spec for m in dim}
+            if wanted - got:
+                return (
+                    f"{leaf.path}{list(leaf.shape)} cannot be divided by"
+                    f" {', '.join(f'{m}={sizes[m]}' for m in sorted(wanted - got))}"
+                )
+        return None
+
+    def options(self, axis: LogicalAxis, mesh: MeshShape) -> list[tuple[str, ...]]:
+        """Rules an axis may take on a mesh: none, one mesh axis, or two or three in mesh order."""
+        names = [name for name, size in mesh]
+        sizes = dict(mesh)
+        found: list[tuple[str, ...]] = [()]
+        for length in range(1, len(names) + 1):
+            for to in itertools.combinations(names, length):
+                if axis.size % math.prod(sizes[m] for m in to) == 0:
+                    found.append(to)
+        return found
+
+    def size(self) -> int:
+        """How many layouts `enumerate` would go through (before equal ones are told)."""
+        total = 0
+        for mesh in self.meshes:
+            one = 1
+            for axis in self.shardable():
+                n = len(self.options(axis, mesh))
+                one *= n if axis.is_data else n * n
+            total += one
+        return total
+
+    def enumerate(self) -> Iterator[Candidate]:
+        """Every candidate of the space, each once."""
+        seen: set[Layout] = set()
+        for mesh in self.meshes:
+            axes = self.shardable()
+            choices = [
+                [(c, s) for c in opts for s in ([c] if a.is_data else opts)]
+                for a in axes
+                for opts in [self.options(a, mesh)]
+            ]
+            for picked in itertools.product(*choices):
+                layout = self.layout(
+                    mesh,
+                    {a.name: c for a, (c, _) in zip(axes, picked, strict=True)},
+                    {
+                        a.name: s
+                        for a, (_, s) in zip(axes, picked, strict=True)
+                        if not a.is_data
+                    },
+                )
+                if layout not in seen:
+                    seen.add(layout)
+                    candidate = self.candidate(layout)
+                    if self.contains(candidate) is None:
+                        yield candidate
+
+    def sample(self, rng: random.Random, tries: int = 100) -> Candidate | None:
+        """A random candidate, None if none of `tries` draws belongs to the space."""
+        for _ in range(tries):
+            mesh = rng.choice(self.meshes)
+            compute: dict[str, tuple[str, ...]] = {}
+            storage: dict[str, tuple[str, ...]] = {}
+            for axis in self.shardable():
+                options = self.options(axis, mesh)
+                to = rng.choice(options) if axis.is_batch or rng.random() < 0.4 else ()
+                compute[axis.name] = to
+                if not axis.is_data:
+                    storage[axis.name] = to if rng.random() < 0.6 else rng.choice(options)
+            candidate = self.candidate(self.layout(mesh, compute, storage))
+            if self.contains(candidate) is None:
+                return candidate
+        return None
+
+    def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Candidates one decision away: a rule, an occurrence, or a mesh axis divided in two."""
+        if candidate.layout.as_written:
+            return
+        seen = {candidate.layout}
+        for layout in (candidate.layout, *self._divided(candidate.layout)):
+            for near in self._changed(layout):
+                near = near.canonical()
+                if near not in seen:
+                    seen.add(near)
+                    found = self.candidate(near)
+                    if self.contains(found) is None:
+                        yield found
+
+    def _changed(self, layout: Layout) -> Iterator[Layout]:
+        compute, storage = dict(layout.compute), dict(layout.storage)
+        occurrences = dict(layout.occurrences)
+        for axis in self.shardable():
+            a = axis.name
+            old, kept = compute.get(a, ()), storage.get(a, ())
+            for to in self.options(axis, layout.mesh):
+                if to != old:
+                    changed = {**compute, a: to}
+                    if not axis.is_data:
+                        yield self.layout(layout.mesh, changed, storage, occurrences)
+                    yield self.layout(
+                        layout.mesh,
+                        changed,
+                        storage if axis.is_data else {**storage, a: to},
+                        occurrences,
+                    )
+                    # The mesh axes may have been at work elsewhere: move them here.
+                    freed = {
+                        b: tuple(m for m in was if m not in to) if b != a else to
+                        for b, was in changed.items()
+                    }
+                    if to and freed != changed:
+                        both = {
+                            b: freed.get(b, was) if storage.get(b) == compute.get(b) else was
+                            for b, was in {**storage, a: to}.items()
+                        }
+                        yield self.layout(
+                            layout.mesh, freed, storage if axis.is_data else both, occurrences
+                        )
+                if to != kept and not axis.is_data:
+                    yield self.layout(layout.mesh, compute, {**storage, a: to}, occurrences)
+        for group, axis_name in self.axes.twice:
+            if axis_name in compute or axis_name in storage:
+                flipped = {**occurrences, group: 1 - occurrences.get(group, 0)}
+                yield self.layout(layout.mesh, compute, storage, flipped)
+
+    def _divided(self, layout: Layout) -> Iterator[Layout]:
+        """The same layout on a mesh with one axis divided in two, every rule using both halves."""
+        names = {name for mesh in self.meshes for name, _ in mesh}
+        for i, (name, size) in enumerate(layout.mesh):
+            if len(layout.mesh) >= MAX_MESH_AXES:
+                return
+            used = [n for n, _ in layout.mesh]
+            spare = next((n for n in sorted(names) if n not in used), None)
+            if spare is None:
+                return
+            for major in range(2, size):
+                if size % major:
+                    continue
+                mesh = (
+                    *layout.mesh[:i],
+                    (name, major),
+                    (spare, size // major),
+                    *layout.mesh[i + 1 :],
+                )
+                if not self._allows(mesh):
+                    continue
+
+                def widen(
+                    table: tuple[tuple[str, tuple[str, ...]], ...], name: str = name, spare: str = spare
+                ) -> tuple[tuple[str, tuple[str, ...]], ...]:
+                    return tuple(
+                        (a, tuple(x for m in to for x in ((m, spare) if m == name else (m,))))
+                        for a, to in table
+                    )
+
+                yield dataclasses.replace(
+                    layout, mesh=mesh, compute=widen(layout.compute), storage=widen(layout.storage)
+                )
+
+    def _allows(self, mesh: MeshShape) -> bool:
+        sizes = sorted(n for _, n in mesh)
+        return any(sorted(n for _, n in allowed) == sizes for allowed in self.meshes)
+
+
+def read_fix(
+    fix: Mapping[str, object] | None, program: Program, axes: Axes
+) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], tuple[tuple[int, Spec], ...]]:
+    """Splits the user's `fix` into pinned logical axes and fixed state leaves.
+
+    Raises:
+      LayoutError: a key is neither a logical axis nor the path of a state leaf.
+    """
+    pinned: list[tuple[str, tuple[str, ...]]] = []
+    leaves: list[tuple[int, Spec]] = []
+    names = {a.name: a for a in axes.axes}
+    for key, value in (fix or {}).items():
+        if key in names:
+            to = (value,) if isinstance(value, str) else tuple(value or ())  # type: ignore[arg-type]
+            pinned.append((key, tuple(str(m) for m in to)))
+            continue
+        index = next((i for i, x in enumerate(program.state) if key in (x.path, x.key)), None)
+        if index is None:
+            raise LayoutError(
+                f"fix[{key!r}] names nothing: expected a logical axis ({', '.join(names)}) or the"
+                f" path of a state leaf such as {program.state[0].path if program.state else '-'}"
+            )
+        dims = tuple(value) if isinstance(value, (tuple, list)) or hasattr(value, "index") else (value,)  # type: ignore[arg-type]
+        spec = [
+            () if d is None else (d,) if isinstance(d, str) else tuple(str(m) for m in d)  # type: ignore[attr-defined]
+            for d in dims
+        ]
+        rank = len(program.state[index].shape)
+        if len(spec) > rank:
+            raise LayoutError(f"fix[{key!r}] has {len(spec)} dimensions, the leaf {rank}")
+        leaves.append((index, (*spec, *[()] * (rank - len(spec)))))
+    return tuple(pinned), tuple(leaves)

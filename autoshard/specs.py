@@ -1,0 +1,176 @@
+"""A layout applied to a program: the PartitionSpec of every input, output and site."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from autoshard.axes import Axes, Dimensions
+from autoshard.layout import Layout, Spec
+from autoshard.program import Program
+from autoshard.sites import Site
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SiteSpec:
+    """The sharding of a site: mesh axes of each dimension, and which dimensions stay open."""
+
+    spec: Spec
+    open: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Specs:
+    """Every sharding of one layout of one program.
+
+    Attributes:
+      inputs, outputs: per flat input and output (new state, then metrics).
+      sites: per site index; sites left out get no constraint.
+      dropped: sentences on what divisibility or factor order took away, each once.
+      idle: rules that shard nothing.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    sites: dict[int, SiteSpec]
+    dropped: tuple[str, ...]
+    idle: tuple[str, ...]
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for layouts that put the same shardings everywhere."""
+        sites = tuple(sorted((i, s.spec, s.open) for i, s in self.sites.items()))
+        return (self.mesh, self.inputs, self.outputs, sites)
+
+
+class _Resolver:
+    """Turns rules into specs; remembers what was dropped and which rules did anything."""
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.sizes = layout.sizes
+        self.tables = {True: dict(layout.storage), False: dict(layout.compute)}
+        self.occurrence = dict(layout.occurrences)
+        self.dropped: dict[str, None] = {}
+        self.used: set[tuple[bool, str]] = set()
+        self._memo: dict[tuple[Dimensions, bool], SiteSpec] = {}
+
+    def site(self, dims: Dimensions, storage: bool) -> SiteSpec:
+        key = (dims, storage)
+        if key not in self._memo:
+            self._memo[key] = self._resolve(dims, storage, "")
+        return self._memo[key]
+
+    def leaf(self, dims: Dimensions, storage: bool, path: str) -> SiteSpec:
+        return self._resolve(dims, storage, path)
+
+    def _resolve(self, dims: Dimensions, storage: bool, path: str) -> SiteSpec:
+        table = self.tables[storage]
+        taken: set[str] = set()
+        spec: list[tuple[str, ...]] = []
+        is_open: list[bool] = []
+        held = [axis for dim in dims for axis, _ in dim]
+        passed: dict[str, int] = {}
+        for d, dim in enumerate(dims):
+            here: list[str] = []
+            blocked = False
+            lost = False
+            for axis, size in dim:
+                rule = table.get(axis, ()) if axis is not None else ()
+                if rule and axis is not None and held.count(axis) > 1:
+                    passed[axis] = passed.get(axis, 0) + 1
+                    if passed[axis] - 1 < self.occurrence.get(axis, 0):
+                        rule = ()
+                if rule and blocked:
+                    lost = True
+                    if path:
+                        self.dropped.setdefault(
+                            f"{path}[{d}] holds {axis} inside a larger part: not sharded"
+                        )
+                    rule = ()
+                got: list[str] = []
+                for m in rule:
+                    if m in taken:
+                        continue
+                    if size % (math.prod(self.sizes[x] for x in got) * self.sizes[m]):
+                        if path:
+                            self.dropped.setdefault(
+                                f"{path}[{d}]: {axis} of {size} is not divisible by"
+                                f" {m}={self.sizes[m]}"
+                            )
+                        break
+                    got.append(m)
+                if got and axis is not None:
+                    self.used.add((storage, axis))
+                taken.update(got)
+                here += got
+                if math.prod(self.sizes[x] for x in got) < size:
+                    blocked = True
+            spec.append(tuple(here))
+            known = any(axis is not None for axis, _ in dim) or not dim
+            is_open.append(not known or (lost and not here))
+        return SiteSpec(spec=tuple(spec), open=tuple(is_open))
+
+
+def resolve(
+    program: Program,
+    axes: Axes,
+    sites: list[Site],
+    layout: Layout,
+    fixed_leaves: Mapping[int, Spec] | None = None,
+) -> Specs:
+    """Applies a layout.
+
+    State leaves take storage rules, batch leaves compute rules. A batch leaf whose batch axis lies
+    inside a larger dimension (gradient accumulation splits it) is sharded along that dimension as
+    a whole, so that each process feeds its part.
+
+    Args:
+      fixed_leaves: the user's own spec for some state leaves, by index.
+    """
+    fixed = fixed_leaves or {}
+    resolver = _Resolver(layout)
+    count = len(program.state)
+    inputs: list[Spec] = []
+    for i, (leaf, dims) in enumerate(zip(program.inputs, axes.inputs, strict=True)):
+        if i in fixed:
+            inputs.append(fixed[i])
+            continue
+        found = resolver.leaf(dims, i < count, leaf.path)
+        spec = found.spec
+        if i >= count and not any(spec):
+            spec = _whole_batch(resolver, axes, dims)
+        inputs.append(spec)
+    outputs = [*inputs[:count], *(tuple(() for _ in leaf.shape) for leaf in program.metrics)]
+    by_site = {s.index: s for s in sites}
+    placed = {
+        index: resolver.site(dims, by_site[index].storage) for index, dims in axes.sites.items()
+    }
+    placed = {i: s for i, s in placed.items() if not all(s.open)}
+    idle = [
+        f"{'storage' if storage else 'compute'} rule {axis} -> {', '.join(to)} shards nothing"
+        for storage, table in ((False, layout.compute), (True, layout.storage))
+        for axis, to in table
+        if (storage, axis) not in resolver.used
+    ]
+    return Specs(
+        mesh=layout.mesh,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        sites=placed,
+        dropped=tuple(resolver.dropped),
+        idle=tuple(idle),
+    )
+
+
+def _whole_batch(resolver: _Resolver, axes: Axes, dims: Dimensions) -> Spec:
+    """Shards the first dimension that holds a batch axis, as one piece."""
+    batch = {a.name for a in axes.axes if a.is_batch}
+    spec: list[tuple[str, ...]] = [() for _ in dims]
+    for d, dim in enumerate(dims):
+        for axis, _ in dim:
+            rule = resolver.tables[False].get(axis, ()) if axis in batch and axis else ()
+            whole = math.prod(n for _, n in dim)
+            if rule and whole % math.prod(resolver.sizes[m] for m in rule) == 0:
+                spec[d] = rule
+                return tuple(spec)
+    return tuple(spec)

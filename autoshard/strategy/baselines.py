@@ -1,0 +1,132 @@
+"""Baselines: the layouts people write by hand, found by structure and never by name."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from autoshard.layout import Candidate, Layout
+from autoshard.space import MeshShape, Space, factorizations
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A named layout that people write by hand."""
+
+    name: str
+    candidate: Candidate
+
+
+def baselines(space: Space) -> tuple[Baseline, ...]:
+    """Replicated, data parallel, FSDP, tensor parallel and FSDP x TP on every mesh, "as written".
+
+    Those the space does not contain (a batch that does not divide, a fixed mesh of another shape)
+    are left out. Tensor parallel may appear several times: one for each way to choose axes so that
+    no weight is cut twice.
+    """
+    count = math.prod(n for _, n in space.meshes[0]) if space.meshes else 1
+    found: list[Baseline] = []
+    seen: set[Layout] = set()
+
+    def add(name: str, layout: Layout) -> None:
+        candidate = space.candidate(layout)
+        if candidate.layout not in seen and space.contains(candidate) is None:
+            seen.add(candidate.layout)
+            found.append(Baseline(name=name, candidate=candidate))
+
+    if space.as_written:
+        add("as written", Layout(mesh=space.as_written, as_written=True))
+    meshes = list(space.meshes)
+    flat = meshes[0]
+    add("replicated", space.layout(flat, {}, {}))
+    batch = [a.name for a in space.axes.axes if a.is_batch and not a.is_loop]
+    for mesh in meshes:
+        every = tuple(name for name, _ in mesh)
+        spread = {a: every for a in batch}
+        add("data parallel", space.layout(mesh, spread, {}))
+        add("FSDP", space.layout(mesh, spread, _storage(space, count, every)))
+        for cut in _tensor_axes(space, count):
+            to = {a: every for a in cut}
+            add("tensor parallel", space.layout(mesh, to, to))
+    for mesh in _two_axis_meshes(space, count):
+        (data, n), (model, m) = mesh
+        for cut in _tensor_axes(space, m):
+            to = {a: (model,) for a in cut}
+            shards = {a: (data,) for a in _storage(space, n, (data,), taken=cut)}
+            add(
+                "FSDP x TP",
+                space.layout(mesh, {**{a: (data,) for a in batch}, **to}, {**shards, **to}),
+            )
+            add("data x TP", space.layout(mesh, {**{a: (data,) for a in batch}, **to}, to))
+    return tuple(found)
+
+
+def _two_axis_meshes(space: Space, count: int) -> list[MeshShape]:
+    names = tuple(dict.fromkeys(name for mesh in space.meshes for name, _ in mesh))[:2]
+    if len(names) < 2:
+        return []
+    allowed = {tuple(sorted(n for _, n in mesh)) for mesh in space.meshes}
+    return [
+        tuple(zip(names, shape, strict=True))
+        for shape in factorizations(count, 2)
+        if len(shape) == 2 and tuple(sorted(shape)) in allowed
+    ]
+
+
+def _storage(
+    space: Space, ways: int, to: tuple[str, ...], taken: Iterable[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Axes that together shard as much of the state as can be, each leaf once: FSDP's choice."""
+    sized = [
+        (leaf.bytes, {axis for dim in dims for axis, _ in dim if axis is not None})
+        for leaf, dims in zip(space.program.state, space.axes.inputs, strict=False)
+    ]
+    usable = [
+        a.name
+        for a in space.axes.axes
+        if not a.is_loop and not a.is_data and a.size % ways == 0 and a.name not in set(taken)
+    ]
+    chosen: list[str] = []
+    while True:
+        open_ = [(size, held) for size, held in sized if not held & set(chosen)]
+        gains = {a: sum(size for size, held in open_ if a in held) for a in usable}
+        best = max(gains, key=lambda a: gains[a], default=None)
+        if best is None or gains[best] == 0:
+            return {a: to for a in chosen}
+        chosen.append(best)
+
+
+def _tensor_axes(space: Space, ways: int) -> list[tuple[str, ...]]:
+    """Ways to cut products into columns and rows: axes that one makes and the next one sums over.
+
+    No two axes of one choice are held by one state leaf. A choice is grown from each axis in turn,
+    taking next the axis that most intermediate values hold.
+    """
+    known = {a.name: a for a in space.axes.axes}
+    chain = [a for a in space.axes.chains if known[a].size % ways == 0]
+    leaves = [
+        {axis for dim in dims for axis, _ in dim if axis is not None}
+        for dims in space.axes.inputs[: len(space.program.state)]
+    ]
+    rivals = {
+        a: {b for held in leaves if a in held for b in held if b != a} for a in chain
+    }
+    weight = {
+        a: sum(
+            math.prod(n for dim in dims for _, n in dim)
+            for dims in space.axes.sites.values()
+            if any(axis == a for dim in dims for axis, _ in dim)
+        )
+        for a in chain
+    }
+    found: list[tuple[str, ...]] = []
+    for first in sorted(chain, key=lambda a: -weight[a]):
+        chosen = [first]
+        for a in sorted(chain, key=lambda a: -weight[a]):
+            if a not in chosen and not any(a in rivals[b] for b in chosen):
+                chosen.append(a)
+        key = tuple(sorted(chosen))
+        if key not in found:
+            found.append(key)
+    return found[:6]
+
+

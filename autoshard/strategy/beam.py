@@ -1,0 +1,63 @@
+"""Beam search: the neighbours of the best candidates so far, until the best have none left.
+
+Beam search as in Lowerre (1976), on the graph of one-decision changes; a few random candidates in
+each ask keep it from resting in one basin. The start comes from the history (the baselines).
+"""
+
+import random
+
+from autoshard.layout import Candidate
+from autoshard.space import Space
+from autoshard.strategy.base import Seen, score
+
+
+class Beam:
+    """Asks for neighbours of the `width` best candidates.
+
+    Attributes:
+      width: how many of the best are kept open.
+      batch: candidates in one ask.
+      explore: how many of them are random.
+    """
+
+    def __init__(self, memory_bytes: int, width: int = 4, batch: int = 32, explore: int = 2):
+        self.width, self.batch, self.explore = width, batch, explore
+        self._memory_bytes = memory_bytes
+        self._neighbours: dict[Candidate, tuple[Candidate, ...]] = {}  # derived, never decides
+
+    def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
+        done = {seen.candidate for seen in history}
+        rng = random.Random(f"{seed}:{len(history)}")
+        ranked = sorted(
+            (s for s in history if not s.candidate.layout.as_written),
+            key=lambda s: (score(s.outcome, self._memory_bytes), s.candidate.key),
+        )
+        best: list[Seen] = []
+        scores: set[tuple[float, float]] = set()
+        for seen in ranked:
+            value = score(seen.outcome, self._memory_bytes)
+            if value not in scores:  # equal programs are one
+                scores.add(value)
+                best.append(seen)
+            if len(best) == self.width:
+                break
+        found: list[Candidate] = []
+        for rank, seen in enumerate(best):
+            fresh = [c for c in self._near(space, seen.candidate) if c not in done]
+            share = max(4, (self.batch - self.explore) >> (rank + 1))
+            for candidate in rng.sample(fresh, min(share, len(fresh))):
+                done.add(candidate)
+                found.append(candidate)
+        if not found and history:
+            return ()
+        for _ in range(self.explore if history else self.batch):
+            candidate = space.sample(rng)
+            if candidate is not None and candidate not in done:
+                done.add(candidate)
+                found.append(candidate)
+        return tuple(found)
+
+    def _near(self, space: Space, candidate: Candidate) -> tuple[Candidate, ...]:
+        if candidate not in self._neighbours:
+            self._neighbours[candidate] = tuple(space.neighbours(candidate))
+        return self._neighbours[candidate]

@@ -1,0 +1,145 @@
+"""Is the plan as fast as what people write by hand?
+
+Question: the step time of a saved plan, relative to each baseline written as plain JAX
+  (`experiments/handwritten`), both at their best on the same 8 fake CPU devices.
+Command: python -m experiments.tune --model=mlp --steps=0 --run=runs/mlp
+         python -m experiments.compare --model=mlp --plan=runs/mlp/plan.json
+Cost: one fresh process for each of the 6 baselines, at most --limit seconds each and some 10 s to
+  compile; about 15 minutes for the decoder.
+Expected: a ratio of at most 1.00 (two decimals, as its interval is 2 % wide either way) in every
+  row. "undecided" counts as missed.
+
+Pairs of steps are interleaved until the 95 % interval of their ratio is within 2 %. Writes
+results/compare/<model>/<baseline>.json with all samples, and summary.json.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+from typing import Any
+
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+_MODEL = flags.DEFINE_enum("model", "decoder", ["decoder", "mlp"], "The model, at its stated size.")
+_PLAN = flags.DEFINE_string("plan", None, "The plan.json to measure.", required=True)
+_DEVICES = flags.DEFINE_integer("devices", 8, "Fake CPU devices; as many as the plan has.")
+_LIMIT = flags.DEFINE_float("limit", 240.0, "Seconds of pairs for each baseline.")
+_OUT = flags.DEFINE_string("out", "results/compare", "Folder of the results.")
+_BASELINE = flags.DEFINE_string("baseline", "", "Measure this one here; else all, in processes.")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    folder = pathlib.Path(_OUT.value) / _MODEL.value
+    folder.mkdir(parents=True, exist_ok=True)
+    if _BASELINE.value:
+        result = _measure(_BASELINE.value)
+        _file(folder, _BASELINE.value).write_text(json.dumps(result, indent=1))
+        return
+    rows = [_in_fresh_process(folder, name) for name in _baseline_names()]
+    summary = [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    Console().print(_table(rows))
+
+
+def _baseline_names() -> list[str]:
+    from experiments.handwritten.layouts import hand_layouts
+
+    return list(hand_layouts(_DEVICES.value))
+
+
+def _in_fresh_process(folder: pathlib.Path, baseline: str) -> dict[str, Any]:
+    """One process for each pair: neither sees what another left in memory or in caches."""
+    file = _file(folder, baseline)
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "experiments.compare", *sys.argv[1:], f"--baseline={baseline}"]
+    try:
+        # Beside the pairs: two compilations, and the last pairs of a slow baseline.
+        code = subprocess.run(command, timeout=2 * _LIMIT.value + 300).returncode
+        reason = f"its process ended with code {code}"
+    except subprocess.TimeoutExpired:
+        reason = "its process took too long"
+    if file.exists():
+        return json.loads(file.read_text())
+    return {"baseline": baseline, "verdict": "undecided", "ratio": None, "reason": reason}
+
+
+def _measure(baseline: str) -> dict[str, Any]:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", _DEVICES.value)
+
+    import autoshard
+    from experiments import pairs, sizes, tasks
+    from experiments.handwritten import decoder, mlp
+    from experiments.handwritten.layouts import hand_layouts
+
+    layout = hand_layouts(_DEVICES.value)[baseline]
+    if _MODEL.value == "decoder":
+        task = tasks.decoder_task(sizes.DECODER)
+        built = decoder.build(sizes.DECODER, layout, jax.devices())
+    else:
+        task = tasks.mlp_task(sizes.MLP)
+        built = mlp.build(sizes.MLP, layout, jax.devices())
+    plan = autoshard.load_plan(_PLAN.value, task.model_fn, jax.devices())
+
+    def stepper(step: Any, state: Any, batch: Any) -> Any:
+        def run() -> None:
+            nonlocal state
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+
+        return run
+
+    found = pairs.compare(
+        stepper(plan.step, plan.init(), plan.put(next(task.batches("train", 0)))),
+        stepper(built.step, built.state, built.batch),
+        limit_s=_LIMIT.value,
+    )
+    return {
+        "baseline": baseline,
+        "verdict": _verdict(found.ratio, found.decided),
+        "plan_is": plan.baseline,
+        "plan_knobs": dict(plan.knobs),
+        **dataclasses.asdict(found),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _verdict(ratio: float, decided: bool) -> str:
+    if not decided:
+        return "undecided"
+    return "met" if round(ratio, 2) <= 1.0 else "missed"
+
+
+def _file(folder: pathlib.Path, baseline: str) -> pathlib.Path:
+    return folder / (re.sub(r"\W+", "_", baseline) + ".json")
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    plan_is = next((row["plan_is"] for row in rows if row.get("plan_is")), "")
+    title = f"{_MODEL.value}: plan / baseline, "
+    title += f"the plan is itself {plan_is}" if plan_is else "the plan is none of the baselines"
+    table = Table("baseline", "ratio", "95 % interval", "pairs", "verdict", title=title)
+    for row in rows:
+        if row["ratio"] is None:
+            table.add_row(row["baseline"], "-", "-", "0", row["verdict"])
+        else:
+            interval = f"{row['low']:.3f} to {row['high']:.3f}"
+            count = str(len(row["first_s"]))
+            table.add_row(row["baseline"], f"{row['ratio']:.3f}", interval, count, row["verdict"])
+    return table
+
+
+if __name__ == "__main__":
+    app.run(main)

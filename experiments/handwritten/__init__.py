@@ -1,0 +1,1 @@
+"""The baselines as people write them by hand: plain JAX, and no import of autoshard."""

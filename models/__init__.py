@@ -1,0 +1,1 @@
+"""Flax NNX models and the data that the experiments train them on."""

@@ -1,0 +1,241 @@
+"""Workloads made from Flax modules: traceable, stable over steps, and right."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from autoshard.errors import WorkloadError
+from autoshard.integrations.flax import (
+    linen_variables,
+    linen_workload,
+    nnx_model,
+    nnx_workload,
+)
+
+BATCH = {
+    "x": jax.ShapeDtypeStruct((16, 4), jnp.float32),
+    "y": jax.ShapeDtypeStruct((16, 2), jnp.float32),
+}
+
+
+class Plain(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        self.up = nnx.Linear(4, 8, rngs=rngs, kernel_init=kernel_init)
+        self.down = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+class Stateful(nnx.Module):
+    """Batch norm, dropout and a Variable that appears in the forward pass."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(11)])
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        self.hidden = nnx.Intermediate(x)
+        return self.out(self.dropout(self.norm(x)))
+
+
+class LinenStateful(linen.Module):
+    """Logical names on the first kernel, batch norm and dropout."""
+
+    @linen.compact
+    def __call__(self, x, train=True):
+        names = ("embed", "mlp")
+        init = linen.with_logical_partitioning(linen.initializers.lecun_normal(), names)
+        x = linen.Dense(8, kernel_init=init, name="up")(x)
+        x = linen.BatchNorm(use_running_average=not train, name="norm")(x)
+        x = linen.Dropout(0.5, deterministic=not train)(x)
+        return linen.Dense(2, name="down")(x)
+
+
+def squared_error(model, batch):
+    error = model(batch["x"]) - batch["y"]
+    return jnp.mean(error**2), {"max_error": jnp.max(jnp.abs(error))}
+
+
+def real_batch(seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((16, 4)).astype(np.float32)
+    return {"x": x, "y": np.tanh(x[:, :2])}
+
+
+def plain(accumulate=1):
+    return nnx_workload(Plain, squared_error, optax.adam(1e-2), BATCH, accumulate=accumulate)
+
+
+def stateful(accumulate=1):
+    return nnx_workload(Stateful, squared_error, optax.adam(1e-2), BATCH, accumulate=accumulate)
+
+
+def linen_stateful(accumulate=1):
+    return linen_workload(
+        LinenStateful(),
+        squared_error,
+        optax.adam(1e-2),
+        BATCH,
+        inputs=lambda batch: (batch["x"],),
+        rngs=("dropout",),
+        accumulate=accumulate,
+    )
+
+
+ALL = pytest.mark.parametrize("make", [plain, stateful, linen_stateful])
+
+
+def describe(tree):
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+@ALL
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_new_state_has_the_structure_of_the_old(make, accumulate):
+    workload = make(accumulate)
+    state = jax.eval_shape(workload.init)
+    new_state, metrics = jax.eval_shape(workload.step, state, workload.batch)
+    assert describe(new_state) == describe(state)
+    assert set(metrics) == {"loss", "max_error"}
+    assert all(metric.shape == () for metric in metrics.values())
+
+
+@ALL
+def test_init_and_step_allocate_nothing_when_traced(make):
+    before = len(jax.live_arrays())
+    workload = make()
+    jax.make_jaxpr(workload.step)(jax.eval_shape(workload.init), workload.batch)
+    assert len(jax.live_arrays()) == before
+
+
+@ALL
+def test_loss_falls(make):
+    workload = make()
+    step = jax.jit(workload.step)
+    state, losses = workload.init(), []
+    for _ in range(60):
+        state, metrics = step(state, real_batch())
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
+    assert int(state.step) == 60
+
+
+def test_accumulation_equals_no_accumulation():
+    states = []
+    for accumulate in (1, 4):
+        workload = plain(accumulate)
+        state, _ = jax.jit(workload.step)(workload.init(), real_batch())
+        states.append(state)
+    # The moments are linear in the gradient; the parameters hide its size behind adam.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-8),
+        states[0].opt_state,
+        states[1].opt_state,
+    )
+
+
+def test_batch_norm_and_dropout_states_advance():
+    for make in (stateful, linen_stateful):
+        workload = make()
+        old = workload.init()
+        new, _ = jax.jit(workload.step)(old, real_batch())
+        unchanged = [
+            jax.tree_util.keystr(path)
+            for (path, a), b in zip(
+                jax.tree_util.tree_leaves_with_path(old.extra),
+                jax.tree.leaves(new.extra),
+                strict=True,
+            )
+            if np.array_equal(_raw(a), _raw(b))
+        ]
+        # NNX keeps the dropout key and advances its count; everything else must have moved.
+        assert unchanged in ([], ["['dropout']['rngs']['key']"])
+
+
+def test_axis_names_reach_parameters_and_moments():
+    names = ("embed", "mlp")
+    assert plain().axis_names == {
+        ".params['up']['kernel']": names,
+        ".opt_state[0].mu['up']['kernel']": names,
+        ".opt_state[0].nu['up']['kernel']": names,
+    }
+    assert linen_stateful().axis_names == plain().axis_names
+    assert stateful().axis_names == {}
+
+
+def test_axis_names_are_paths_of_the_state():
+    for make in (plain, linen_stateful):
+        workload = make()
+        leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(workload.init))
+        assert set(workload.axis_names) <= {jax.tree_util.keystr(path) for path, _ in leaves}
+
+
+def test_nnx_model_has_the_trained_arrays_and_the_metadata():
+    workload = plain()
+    state, metrics = jax.jit(workload.step)(workload.init(), real_batch())
+    model = nnx_model(state, Plain)
+    assert model.up.kernel.get_metadata()["out_sharding"] == ("embed", "mlp")
+    np.testing.assert_array_equal(model.up.kernel[...], state.params["up"]["kernel"])
+    value, _ = squared_error(model, real_batch())
+    assert value < metrics["loss"]
+
+
+def test_linen_variables_are_boxed_again():
+    workload = linen_stateful()
+    state = workload.init()
+    variables = linen_variables(
+        state,
+        LinenStateful(),
+        BATCH,
+        inputs=lambda batch: (batch["x"],),
+        rngs=("dropout",),
+    )
+    kernel = variables["params"]["up"]["kernel"]
+    assert isinstance(kernel, linen.LogicallyPartitioned)
+    np.testing.assert_array_equal(kernel.value, state.params["up"]["kernel"])
+    output = LinenStateful().apply(variables, real_batch()["x"], train=False)
+    assert output.shape == (16, 2)
+
+
+def test_linen_module_without_state_or_keys():
+    workload = linen_workload(
+        linen.Dense(2),
+        squared_error,
+        optax.sgd(0.1),
+        BATCH,
+        inputs=lambda batch: (batch["x"],),
+    )
+    state = jax.eval_shape(workload.init)
+    assert describe(workload_step_state(workload, state)) == describe(state)
+    assert state.extra == {"collections": {}}
+
+
+def test_accumulate_must_divide_the_batch():
+    with pytest.raises(WorkloadError, match=r"accumulate=3 .* shape \(16, 4\) at batch\['x'\]"):
+        plain(accumulate=3)
+    with pytest.raises(WorkloadError, match="at least 1, got 0"):
+        plain(accumulate=0)
+
+
+def test_make_model_must_return_a_module():
+    with pytest.raises(WorkloadError, match="got dict"):
+        nnx_workload(dict, squared_error, optax.sgd(0.1), BATCH)
+
+
+def workload_step_state(workload, state):
+    return jax.eval_shape(workload.step, state, workload.batch)[0]
+
+
+def _raw(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

@@ -1,0 +1,246 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import lowered
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard.compat.executable import MemoryUse
+from autoshard.rungs.bench import Bench
+from autoshard.rungs.numerics import NumericsReport
+from autoshard.trial import Failure, Kind, Stage
+
+DATA = (("data", 8),)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """One bench with the unsharded reference, an FSDP x TP and a data-parallel program."""
+    bench = Bench()
+    assert bench.set_inputs(lowered.init_module(), lowered.make_batches()) is None
+    programs = {
+        "reference": lowered.train_module(lowered.ONE),
+        "fsdp_tp": lowered.train_module(),
+        "data": lowered.train_module(DATA, spec=P()),
+    }
+    for name, module in programs.items():
+        assert isinstance(bench.load(name, module), MemoryUse)
+    return bench
+
+
+def scaled_grad(params, x, y):
+    loss, grads = jax.value_and_grad(lowered.attention_loss)(params, x, y)
+    return loss, jax.tree.map(lambda g: 8 * g, grads)
+
+
+def per_device_grad(sync):
+    """The gradient by shard_map, each device on its part of the batch; `sync` joins the parts."""
+
+    def grad(params, x, y):
+        def local(params, x, y):
+            loss, grads = jax.value_and_grad(lowered.attention_loss)(params, x, y)
+            return jax.lax.pmean(loss, "data"), sync(grads)
+
+        return jax.shard_map(
+            local,
+            mesh=lowered.make_mesh(DATA),
+            in_specs=(P(), P("data"), P("data")),
+            out_specs=(P(), P()),
+            check_vma=False,
+        )(params, x, y)
+
+    return grad
+
+
+def all_reduced(grads):
+    return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), grads)
+
+
+def one_all_reduce_dropped(grads):
+    return {**all_reduced(grads), "w2": grads["w2"]}
+
+
+def one_shard_permuted(grads):
+    whole = all_reduced(grads)
+    swap = [(i, i) for i in range(2, 8)] + [(0, 1), (1, 0)]
+    rows = jnp.split(whole["q"], 8)
+    mine = jnp.stack(rows)[jax.lax.axis_index("data")]
+    return {
+        **whole,
+        "q": jax.lax.all_gather(jax.lax.ppermute(mine, "data", swap), "data", tiled=True),
+    }
+
+
+def data_parallel(grad):
+    return lowered.train_module(DATA, step=lowered.make_step(grad), spec=P())
+
+
+@pytest.mark.parametrize("name", ["fsdp_tp", "data", "reference"])
+def test_correct_programs_pass(bench, name):
+    report = bench.numerics(name, "reference")
+    assert isinstance(report, NumericsReport), report
+    assert report.passed, report.failure()
+    assert report.failure() is None
+    assert report.steps == 2
+    count = len(jax.tree.leaves(lowered.init_state()))
+    assert (len(report.state), len(report.metrics)) == (count, 2)
+    assert 0 < report.worst.error < 1e-4 or name == "reference"
+
+
+def test_the_key_bias_is_known_as_noise(bench):
+    """Its gradient is zero but for rounding; adamw makes full-sized steps of it."""
+    report = bench.numerics("fsdp_tp", "reference")
+    assert set(report.noisy) == {
+        "state['opt'][0].mu['bk']",
+        "state['opt'][0].nu['bk']",
+        "state['params']['bk']",
+    }
+
+
+def test_a_correct_shard_map_program_passes(bench):
+    bench.load("manual", data_parallel(per_device_grad(all_reduced)))
+    report = bench.numerics("manual", "reference")
+    assert report.passed, report.failure()
+
+
+@pytest.mark.parametrize(
+    ("module", "culprit"),
+    [
+        (lambda: lowered.train_module(step=lowered.make_step(scaled_grad)), "mu['w1']"),
+        (lambda: data_parallel(per_device_grad(one_all_reduce_dropped)), "mu['w2']"),
+        (lambda: data_parallel(per_device_grad(one_shard_permuted)), "mu['q']"),
+    ],
+    ids=["gradient scaled by 8", "all-reduce dropped", "shard permuted"],
+)
+def test_mutants_are_caught(bench, module, culprit):
+    bench.load("mutant", module())
+    report = bench.numerics("mutant", "reference")
+    assert not report.passed
+    assert any(culprit in leaf.path and leaf.error > 0.1 for leaf in report.state)
+    failure = report.failure(elapsed_s=1.0)
+    assert (failure.stage, failure.kind) == (Stage.PROFILE, Kind.NUMERICS)
+    assert report.worst.path in failure.message
+
+
+def test_copies_that_drift_apart_are_seen(bench):
+    """Device 0 computes the right thing; only another device's copy is wrong."""
+
+    def spoiled(grads):
+        whole = all_reduced(grads)
+        wrong = jnp.where(jax.lax.axis_index("data") == 5, 1.01, 1.0)
+        return {**whole, "w1": whole["w1"] * wrong}
+
+    bench.load("mutant", data_parallel(per_device_grad(spoiled)))
+    report = bench.numerics("mutant", "reference")
+    (leaf,) = [leaf for leaf in report.state if "mu['w1']" in leaf.path]
+    assert leaf.copies == 2 and not leaf.passed
+    assert "2 different copies" in report.failure().message
+
+
+def test_keys_and_flags_must_be_equal(bench):
+    def step(state, x, y):
+        new, metrics = lowered.make_step()(state, x, y)
+        return {**new, "key": new["key"].at[1].add(jnp.uint32(1)), "flag": ~x.any() & new["flag"]}, metrics
+
+    bench.load("mutant", lowered.train_module(step=step))
+    wrong = {leaf.path: leaf.error for leaf in bench.numerics("mutant", "reference").leaves if not leaf.passed}
+    assert wrong == {"state['key']": 0.5, "state['flag']": 1.0}
+
+
+def test_bf16_compute_is_held_to_bf16_tolerance(bench):
+    step = lowered.make_step(dtype=jnp.bfloat16)
+    bench.load("half reference", lowered.train_module(lowered.ONE, step=step))
+    bench.load("half", lowered.train_module(step=step))
+    report = bench.numerics("half", "half reference")
+    assert report.passed, report.failure()
+    assert {leaf.tolerance for leaf in report.state} == {0, 3e-2}
+    assert not bench.numerics("half", "reference").passed, "f32 is held to f32's"
+
+
+def test_not_finite_is_a_failure(bench):
+    def step(state, x, y):
+        new, metrics = lowered.make_step()(state, x, y)
+        return new, {"loss": metrics["loss"] / (1.0 - new["flag"])}  # inf at the second step
+
+    bench.load("mutant", lowered.train_module(step=step))
+    failure = bench.numerics("mutant", "reference")
+    assert isinstance(failure, Failure) and failure.kind is Kind.NUMERICS
+    assert failure.message == "metrics['loss'] at step 2: 1 of 1 values are not finite"
+
+
+def test_run_chains_the_state_and_cycles_through_the_batches(bench):
+    """Three runs of one step end where one run of three does, from the state that is set."""
+    bench.unload("data")
+    samples = [bench.run("data", 1) for _ in range(3)]
+    assert all(len(s) == 1 and s[0] > 0 for s in samples)
+    thrice = [np.asarray(a) for a in bench._entries["data"].state]
+    bench.unload("data")
+    assert len(bench.run("data", 3)) == 3
+    once = [np.asarray(a) for a in bench._entries["data"].state]
+    for a, b in zip(once, thrice, strict=True):
+        np.testing.assert_array_equal(a, b)
+    state = lowered.init_state()
+    step = jax.jit(lowered.make_step())
+    for i in range(3):
+        state, _ = step(state, *lowered.make_batches()[i % 2])
+    for path, a, b in zip(
+        [spec.path for spec in lowered.train_module().inputs], once, jax.tree.leaves(state), strict=False
+    ):
+        if "bk" not in path:
+            np.testing.assert_allclose(a, np.asarray(b), rtol=2e-3, atol=1e-6, err_msg=path)
+
+
+def test_every_program_starts_from_the_same_values(bench):
+    fresh = Bench()
+    fresh.set_inputs(jax.tree.leaves(lowered.init_state()), lowered.make_batches())
+    fresh.load("a", lowered.train_module())
+    fresh.load("b", lowered.train_module(DATA, spec=P()))
+    made = jax.tree.leaves(lowered.init_state())
+    for name in "ab":
+        for array, value in zip(fresh._entries[name].state, made, strict=True):
+            np.testing.assert_array_equal(np.asarray(array), value)
+    fresh.run("a", 2)
+    again = Bench()
+    again.set_inputs(lowered.init_module(), lowered.make_batches())
+    for a, b in zip(again._initial, made, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype
+
+
+def test_loading_again_starts_again_and_compiles_once(bench, monkeypatch):
+    module = lowered.train_module(DATA, spec=P())
+    bench.load("data", module)
+    bench.run("data", 2)
+    bench.unload("data")
+    monkeypatch.setattr(Bench, "_compile", None)
+    assert isinstance(bench.load("data", module), MemoryUse)
+    assert int(bench._entries["data"].state[2]) == 0, "the optimizer's count"
+
+
+def test_failures_are_values(bench):
+    broken = dataclasses.replace(lowered.train_module(), stablehlo=b"ML\xefRnot really")
+    failure = bench.load("broken", broken)
+    assert isinstance(failure, Failure) and failure.stage is Stage.PROFILE
+    with pytest.raises(KeyError):
+        bench.run("broken", 1)
+
+
+def test_callbacks_into_python_are_unsupported(bench):
+    def chatty(state):
+        jax.debug.print("{}", state)
+        return state, {}
+
+    sharding = NamedSharding(lowered.make_mesh(lowered.ONE), P())
+    module = lowered.lower(chatty, (np.float32(1),), (sharding,), lowered.ONE, 1)
+    failure = bench.load("chatty", module)
+    assert failure.kind is Kind.UNSUPPORTED and "jax.debug.print" in failure.message
+
+
+def test_loading_before_the_inputs_are_set_is_a_mistake():
+    with pytest.raises(RuntimeError, match="set_inputs"):
+        Bench().load("data", lowered.train_module(DATA, spec=P()))
+    with pytest.raises(ValueError, match="got no batch"):
+        Bench().set_inputs([], [])

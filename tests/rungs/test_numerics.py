@@ -1,0 +1,154 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.rungs.numerics import (
+    NumericsReport,
+    Trajectory,
+    compare,
+    perturb,
+    reference,
+)
+from autoshard.trial import Failure, Kind
+
+F32 = frozenset({"f32"})
+RNG = np.random.default_rng(3)
+START = [RNG.normal(size=200).astype(np.float32)]
+BATCHES = [[np.zeros(1, np.float32)]] * 2
+
+
+def trajectory(*state, metrics=()):
+    return Trajectory(
+        state=tuple((np.asarray(leaf),) for leaf in state),
+        metrics=tuple(tuple((np.asarray(m),) for m in step) for step in metrics),
+    )
+
+
+def adding(change):
+    """A program whose step adds `change`, and does nothing else."""
+    return lambda state, batches: trajectory(state[0] + change)
+
+
+def against(run, start=START, floats=F32):
+    return reference(start, floats, BATCHES, run)
+
+
+def error_of(candidate, ref, paths=("state.x",)):
+    report = compare(candidate, ref, paths, [])
+    assert isinstance(report, NumericsReport), report
+    return report.state[0]
+
+
+def test_the_error_is_that_of_the_change_not_of_the_value():
+    change = np.full(200, 1e-3, np.float32)
+    ref = against(adding(change))
+    leaf = error_of(trajectory(START[0] + 8 * change), ref)
+    assert not leaf.passed and leaf.error > 1  # of the value it is 0.7 %
+    assert error_of(trajectory(START[0] + change), ref).error == 0
+
+
+def test_flips_of_the_last_bit_are_noise_and_a_wrong_update_is_not():
+    """A bf16 parameter whose updates are smaller than its last bit: some elements flip, most stay."""
+    start = [np.full(2000, 1.0, jnp.bfloat16)]
+    sizes = np.random.default_rng(5).uniform(0, 2**-7, 2000)
+
+    def run(state, batches, scale=1.0, seed=0):
+        rounding = np.sin(1e4 * state[0].astype(np.float64).sum() + np.arange(2000) + seed)
+        update = scale * sizes * (1 + 0.01 * rounding)
+        return trajectory((state[0].astype(np.float64) + update).astype(jnp.bfloat16))
+
+    ref = against(run, start, frozenset({"bf16"}))
+    assert error_of(run(start, BATCHES, seed=1), ref).passed
+    assert not error_of(run(start, BATCHES, scale=8.0), ref).passed
+
+
+def test_a_leaf_that_must_not_change_may_not():
+    ref = against(lambda state, batches: trajectory(state[0]))
+    assert error_of(trajectory(START[0].copy()), ref).passed
+    moved = START[0].copy()
+    moved[7] *= 1.01
+    leaf = error_of(trajectory(moved), ref)
+    assert not leaf.passed and np.isfinite(leaf.error)
+
+
+def test_sign_like_updates_of_noise_pass_and_wrong_ones_do_not():
+    """adam's first step is the sign of the gradient; a tenth of the gradients here are noise."""
+    healthy = np.arange(200) < 180
+
+    def run(state, batches, scale=1e-3):
+        noise = np.sin(state[0].astype(np.float64) * 1e12)  # any rounding changes it
+        gradient = np.where(healthy, state[0], noise)
+        return trajectory(state[0] + scale * np.sign(gradient).astype(np.float32))
+
+    ref = against(run)
+    nearby = [np.nextafter(START[0], np.float32(9))]
+    leaf = error_of(run(nearby, BATCHES), ref)
+    assert leaf.passed and leaf.noisy
+    assert not error_of(run(nearby, BATCHES, scale=8e-3), ref).passed
+
+
+def test_the_worst_copy_counts():
+    change = np.full(200, 1e-3, np.float32)
+    ref = against(adding(change))
+    good, bad = START[0] + change, START[0]
+    leaf = error_of(Trajectory(state=((good, bad),), metrics=()), ref)
+    assert leaf.copies == 2 and leaf.error > 0.9
+
+
+def test_integers_are_exact_unless_rounding_moves_the_reference_too():
+    start = [np.arange(10)]
+    ref = against(lambda state, batches: trajectory(state[0] + 1), start)
+    assert error_of(trajectory(start[0] + 1), ref).passed
+    wrong = start[0] + 1
+    wrong[3] = 0
+    leaf = error_of(trajectory(wrong), ref)
+    assert (leaf.error, leaf.tolerance, leaf.passed) == (0.1, 0, False)
+
+    def counting(state, batches):
+        return trajectory(state[0], metrics=[[np.int32(np.sin(state[0][0] * np.float64(1e12)) * 100)]])
+
+    ref = reference(START, F32, BATCHES[:1], counting)
+    shifted = counting([np.nextafter(START[0], np.float32(9))], BATCHES)
+    report = compare(
+        Trajectory(state=ref.trajectory.state, metrics=shifted.metrics), ref, ["x"], ["count"]
+    )
+    assert report.passed and report.noisy == ("count at step 1",)
+
+
+def test_infinities_that_were_there_before_are_no_failure():
+    start = [np.array([np.inf, 1.0], np.float32)]
+    ref = against(lambda state, batches: trajectory(state[0] + np.float32([0, 1])), start)
+    assert error_of(trajectory(np.float32([np.inf, 2])), ref).passed
+    failure = compare(trajectory(np.float32([np.nan, 2])), ref, ["state.x"], [])
+    assert isinstance(failure, Failure) and failure.kind is Kind.NUMERICS
+    assert failure.message == "state.x: 1 of 2 values are not finite"
+
+
+def test_blowing_up_with_the_reference_is_a_failure_that_says_so():
+    ref = against(lambda state, batches: trajectory(state[0] * np.float32(np.nan)))
+    failure = compare(trajectory(START[0] * np.float32(np.nan)), ref, ["state.x"], [])
+    assert failure.message == "state.x: 200 of 200 values are not finite in the reference too"
+
+
+def test_metrics_are_compared_by_value_at_each_step():
+    def run(state, batches):
+        return trajectory(state[0], metrics=[[np.float32(2.0)], [np.float32(1.0)]])
+
+    ref = against(run)
+    got = trajectory(START[0], metrics=[[np.float32(2.0)], [np.float32(1.1)]])
+    report = compare(got, ref, ["x"], ["loss"])
+    assert [leaf.path for leaf in report.leaves if not leaf.passed] == ["loss at step 2"]
+    assert report.worst.error == pytest.approx(0.1)
+    assert "loss at step 2: error 0.1, tolerance 0.0001" in report.failure().message
+
+
+@pytest.mark.parametrize(("floats", "most"), [({"f32"}, 2.4e-7), ({"f32", "bf16"}, 4e-3)])
+def test_perturbing_moves_every_float_a_little_and_nothing_else(floats, most):
+    values = [*START, np.arange(3), np.array([True]), np.float32(0), np.zeros((0, 2), np.float32)]
+    moved = perturb([np.asarray(v) for v in values], frozenset(floats))
+    relative = np.abs(moved[0] / START[0] - 1)
+    assert 0 < relative.min() and most / 4 < relative.max() <= most
+    for before, after in zip(values[1:], moved[1:], strict=True):
+        np.testing.assert_array_equal(before, after)
+    again = perturb([np.asarray(v) for v in values], frozenset(floats))
+    np.testing.assert_array_equal(moved[0], again[0])

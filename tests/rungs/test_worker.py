@@ -1,0 +1,154 @@
+import concurrent.futures
+import os
+import signal
+import sys
+import time
+
+import jax
+import pytest
+
+from autoshard.errors import WorkerError
+from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
+from autoshard.trial import Failure, Kind, Stage
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("worker")
+    worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=8, folder=str(folder)))
+    yield worker
+    worker.close()
+
+
+def call(worker, function, *args, time_limit_s=60.0):
+    return worker.call(function, *args, stage=Stage.COMPILE, time_limit_s=time_limit_s)
+
+
+def test_the_child_has_the_devices_it_was_given(worker):
+    assert call(worker, jax.device_count) == 8
+    assert call(worker, jax.default_backend) == "cpu"
+    assert worker.pid != os.getpid()
+
+
+def test_large_arguments_and_results(worker):
+    assert call(worker, len, b"x" * 30_000_000) == 30_000_000
+    assert len(call(worker, bytes, 30_000_000)) == 30_000_000
+
+
+def test_garbage_on_stdout_and_stderr_is_harmless_and_stays_in_the_folder(worker, capfd):
+    assert call(worker, os.write, 1, b"garbage on stdout\n") == 18
+    assert call(worker, print, "more garbage") is None
+    assert call(worker, os.write, 2, b"garbage on stderr\n") == 18
+    assert call(worker, len, "abc") == 3
+    assert capfd.readouterr() == ("", "")
+    log = max(os.scandir(worker.settings.folder), key=lambda entry: entry.stat().st_size)
+    with open(log) as file:
+        assert "garbage on stdout\n" in file.read()
+
+
+def test_a_hang_is_killed_at_the_limit(worker):
+    call(worker, len, "start it")
+    pid, starts = worker.pid, worker.starts
+    failure = call(worker, time.sleep, 3600, time_limit_s=0.5)
+    assert isinstance(failure, Failure)
+    assert (failure.stage, failure.kind) == (Stage.COMPILE, Kind.TIMEOUT)
+    assert "0.5 s" in failure.message
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert call(worker, len, "abc") == 3, "the next call starts another"
+    assert worker.starts == starts + 1
+
+
+def test_children_of_the_child_are_killed_with_it(worker):
+    script = "import subprocess,sys; print(subprocess.Popen(['sleep', '3600']).pid)"
+    code = f"__import__('subprocess').check_output([{sys.executable!r}, '-c', {script!r}])"
+    # check_output waits for the grandchild, which holds the pipe: the call hangs.
+    failure = call(worker, eval, code, time_limit_s=2)
+    assert failure.kind == Kind.TIMEOUT
+
+
+def test_an_abort_is_a_crash_with_the_last_words(worker):
+    call(worker, os.write, 2, b"F0000 check failed: x > 0\n")
+    failure = call(worker, os.abort)
+    assert failure.kind == Kind.CRASH
+    assert "SIGABRT" in failure.message
+    assert failure.message.endswith("F0000 check failed: x > 0")
+    assert call(worker, len, "abc") == 3
+
+
+def test_a_kill_from_outside_says_out_of_memory(worker):
+    failure = call(worker, signal.raise_signal, signal.SIGKILL)
+    assert failure.kind == Kind.CRASH
+    assert "SIGKILL (often the kernel, out of memory)" in failure.message
+
+
+def test_exit_is_a_crash(worker):
+    failure = call(worker, os._exit, 3)
+    assert failure.kind == Kind.CRASH
+    assert "exited with status 3" in failure.message
+
+
+def test_an_exception_costs_no_process(worker):
+    call(worker, len, "start it")
+    starts = worker.starts
+    failure = call(worker, int, "no number")
+    assert failure.kind == Kind.CRASH
+    assert failure.message.startswith("ValueError: invalid literal")
+    assert worker.starts == starts
+
+
+def test_what_cannot_be_pickled_back_is_a_failure(worker):
+    failure = call(worker, open, os.devnull)
+    assert failure.kind == Kind.CRASH and "TypeError" in failure.message
+    assert call(worker, len, "abc") == 3
+
+
+def test_ctrl_c_leaves_no_stale_answer(worker, monkeypatch):
+    call(worker, len, "start it")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(worker._child), "receive", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call(worker, len, "abc")
+    monkeypatch.undo()
+    assert worker.pid is None
+    assert call(worker, len, "abcd") == 4
+
+
+def test_the_child_ends_with_its_owner(tmp_path):
+    owner = WorkerProcess(WorkerSettings(platform="cpu", device_count=1, folder=str(tmp_path)))
+    call(owner, len, "start it")
+    pid = owner.pid
+    del owner
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert list(tmp_path.iterdir()) == [], "an empty log is not kept"
+
+
+def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    broken = WorkerProcess(WorkerSettings(platform="cpu", device_count=1, folder=str(tmp_path)))
+    with pytest.raises(WorkerError, match="no worker process could be started with /bin/false"):
+        call(broken, len, "abc")
+
+
+def test_the_parents_device_count_flag_does_not_reach_the_child(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=2, folder=str(tmp_path)))
+    assert call(worker, jax.device_count) == 2
+
+
+def test_each_thread_of_an_executor_keeps_one_worker(tmp_path):
+    settings = WorkerSettings(platform="cpu", device_count=1, folder=str(tmp_path))
+
+    def pid():
+        worker = worker_here(settings)
+        return call(worker, os.getpid)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first, second = (pool.submit(pid).result() for _ in range(2))
+    assert first == second != pid()
+    worker_here(settings).close()
