@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from autoshard.analysis import Analysis
 from autoshard.errors import PlanError
-from autoshard.layout import Candidate, Layout
+from autoshard.layout import Candidate, Layout, Spec
 from autoshard.lowering import jit_step, lower_step, shardings
 from autoshard.module import Module
 from autoshard.program import Leaf, Program
@@ -82,6 +82,26 @@ class Plan:
     @property
     def program(self) -> Program:
         return self._analysis.program
+
+    @property
+    def target(self) -> Target:
+        """The devices it is for."""
+        return self._target
+
+    @property
+    def digest(self) -> str:
+        """Of the program the plan is for."""
+        return self._analysis.digest
+
+    @property
+    def keep_constraints(self) -> bool:
+        """Whether the step's own sharding constraints stay in it."""
+        return self.program.keeps_constraints
+
+    @property
+    def fixed_leaves(self) -> tuple[tuple[str, Spec], ...]:
+        """(path, spec) of the state leaves the user fixed."""
+        return tuple((self.program.state[i].path, s) for i, s in self._space.fixed_leaves)
 
     @property
     def platform(self) -> str:

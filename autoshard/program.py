@@ -59,6 +59,7 @@ class Program:
       state, batch, metrics: the leaves, in flat order.
       state_tree, batch_tree, metrics_tree: the pytrees of those leaves.
       knobs: the knob values it was made with.
+      keeps_constraints: `step` still has the user's own constraints.
       returns_state: False for an evaluation function, whose results are all metrics.
     """
 
@@ -75,6 +76,7 @@ class Program:
     metrics_tree: PyTreeDef
     knobs: tuple[tuple[str, str | int | float | bool | None], ...]
     returns_state: bool = True
+    keeps_constraints: bool = False
 
     @property
     def inputs(self) -> tuple[Leaf, ...]:
@@ -154,6 +156,7 @@ def trace(
         batch_tree=batch_tree,
         metrics_tree=metrics_tree,
         knobs=knobs,
+        keeps_constraints=keep_constraints,
     )
 
 

@@ -107,8 +107,8 @@ def _measure(baseline: str) -> dict[str, Any]:
     return {
         "baseline": baseline,
         "verdict": _verdict(found.ratio, found.decided),
-        "plan_is": plan.baseline,
-        "plan_knobs": dict(plan.knobs),
+        "plan_is": plan.trial.baseline if plan.trial else "",
+        "plan": plan.candidate.to_json(),
         **dataclasses.asdict(found),
         "jax": jax.__version__,
         "python": platform.python_version(),

@@ -18,9 +18,17 @@ from collections.abc import Callable
 import jax
 from absl import app, flags
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
-from experiments import sizes
+import autoshard
+from experiments import sizes, tasks, training
 from models.decoder import DecoderConfig
 
 _RUN = flags.DEFINE_string("run", "", "Run folder; by default runs/tune-<date>-<time>.")
@@ -35,8 +43,8 @@ _LAYERS = flags.DEFINE_integer("layers", _SIZE.layers, "Blocks.")
 _SEQUENCE = flags.DEFINE_integer("sequence", _SIZE.sequence, "Bytes a document predicts.")
 _BATCH = flags.DEFINE_integer("batch", sizes.DECODER.batch_size, "Documents in a batch.")
 _SECONDS = flags.DEFINE_float("seconds", 90.0, "Budget of the search, seconds.")
-_COMPILES = flags.DEFINE_integer("compiles", 10, "Budget of the search, candidates compiled.")
-_PROFILES = flags.DEFINE_integer("profiles", 4, "Budget of the search, candidates measured.")
+_COMPILES = flags.DEFINE_integer("compiles", 16, "Budget of the search, programs compiled.")
+_PROFILES = flags.DEFINE_integer("profiles", 12, "Budget of the search, programs measured.")
 _STEPS = flags.DEFINE_integer("steps", 200, "Training steps after the search; 0 for none.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the search and of the training batches.")
 _CHECKPOINT = flags.DEFINE_bool("checkpoint", False, "Save the trained state with orbax.")
@@ -49,9 +57,6 @@ def main(argv: list[str]) -> None:
     # Before anything asks JAX for a device.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
-
-    import autoshard
-    from experiments import tasks, training
 
     console = Console()
     run = pathlib.Path(_RUN.value or time.strftime("runs/tune-%Y%m%d-%H%M%S"))
@@ -71,7 +76,7 @@ def main(argv: list[str]) -> None:
             ),
             journal=run / "journal.jsonl",
             seed=_SEED.value,
-            callbacks=(_show_on(progress, _SECONDS.value),),
+            callbacks=(_show_on(progress),),
         )
     console.print(str(plan), markup=False, highlight=False)
     plan.save(run / "plan.json")
@@ -113,21 +118,29 @@ def _decoder_size() -> sizes.DecoderSize:
 
 def _progress_bar(console: Console) -> Progress:
     return Progress(
-        TextColumn("search"),
-        BarColumn(),
+        TextColumn("{task.fields[stage]:>9}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.fields[best]} {task.description}", markup=False),
         console=console,
     )
 
 
-def _show_on(progress: Progress, seconds: float) -> Callable[[object], None]:
-    """A search callback: time against the budget, and what is going on."""
-    bar = progress.add_task("starting", total=seconds)
-    started = time.monotonic()
+def _show_on(progress: Progress) -> Callable[[autoshard.Event], None]:
+    """A search callback: one bar for each rung that the search has reached."""
+    bars: dict[str, TaskID] = {}
 
-    def show(event: object) -> None:
-        progress.update(bar, completed=time.monotonic() - started, description=str(event))
+    def show(event: autoshard.Event) -> None:
+        if event.stage not in bars:
+            bars[event.stage] = progress.add_task("", stage=event.stage, best="")
+        progress.update(
+            bars[event.stage],
+            completed=event.done,
+            total=event.total,
+            description=event.text,
+            best="" if event.best_s is None else f"best {event.best_s:.3f} s",
+        )
 
     return show
 

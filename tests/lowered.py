@@ -162,6 +162,16 @@ def train_module(
     return lower(step or make_step(), args, shardings, mesh, len(jax.tree.leaves(state)))
 
 
+def stuck_module(mesh: MeshShape) -> Module:
+    """A step of the same state and batch that never ends."""
+
+    def step(state, x, y):
+        spun = jax.lax.while_loop(lambda v: v > -1, lambda v: jnp.abs(jnp.sin(v)), jnp.max(x**2))
+        return {**state, "flag": spun > 0}, {"loss": spun}
+
+    return train_module(mesh, step=step, spec=P())
+
+
 ONE: MeshShape = (("data", 1),)
 
 

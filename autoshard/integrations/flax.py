@@ -291,8 +291,8 @@ def _split_nnx(make_model: Callable[[], Any], *, abstract: bool) -> tuple[Any, A
         model = nnx.eval_shape(make_model) if abstract else make_model()
     if not isinstance(model, nnx.Module):
         raise WorkloadError(f"make_model must return an nnx.Module, got {type(model).__name__}")
-    graphdef, params, extra = nnx.split(model, nnx.Param, ...)
-    return graphdef, params, extra
+    graphdef, params, *rest = nnx.split(model, nnx.Param, ...)
+    return graphdef, params, rest[0]
 
 
 def _box(abstract: Any, arrays: Any) -> Any:

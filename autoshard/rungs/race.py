@@ -78,8 +78,8 @@ class RaceResult:
 
     Attributes:
       runners: all candidates, in the order given.
-      ranking: names, best first: the survivors by their paired times, then the dropped, the last to
-        leave first; failed ones are not in it.
+      ranking: names, best first: the survivors by their times in common rounds, then the dropped by
+        their ratio to the best in the rounds they shared; failed ones are not in it.
       rounds: rounds begun.
       ended: "one left", "none left", "tie", "max rounds" or "stopped".
     """
@@ -328,8 +328,11 @@ def _ranking(lanes: Sequence[_Lane]) -> tuple[str, ...]:
     alive = [lane for lane in lanes if lane.dropped is None and lane.samples_s]
     slower = [lane for lane in lanes if lane.dropped is not None and lane.failure is None]
     ranked = sorted(alive, key=_standing(alive)) if alive else []
-    ranked += sorted(
-        slower,
-        key=lambda lane: (-(lane.dropped or 0), *_standing([lane])(lane)),
-    )
+    if slower:
+        yardstick = ranked[0] if ranked else max(slower, key=lambda lane: len(lane.by_round()))
+
+        def behind(lane: _Lane) -> tuple[float, str]:
+            return trimmed_mean(_log_ratios(lane, yardstick), 0.5)[0], lane.name
+
+        ranked += sorted(slower, key=behind)
     return tuple(lane.name for lane in ranked)

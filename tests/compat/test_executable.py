@@ -1,6 +1,6 @@
 import jax
 import jax.numpy as jnp
-import lowered
+from tests import lowered
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding

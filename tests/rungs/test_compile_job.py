@@ -4,7 +4,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
-import lowered
+from tests import lowered
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -43,8 +43,12 @@ def resharding_module():
 
     def step(state):
         for _ in range(2):
-            state = jnp.sin(jax.lax.with_sharding_constraint(state, NamedSharding(live, P("a", "b", "c"))))
-            state = jnp.cos(jax.lax.with_sharding_constraint(state, NamedSharding(live, P(("b", "a")))))
+            state = jnp.sin(
+                jax.lax.with_sharding_constraint(state, NamedSharding(live, P("a", "b", "c")))
+            )
+            state = jnp.cos(
+                jax.lax.with_sharding_constraint(state, NamedSharding(live, P(("b", "a"))))
+            )
         return state, {}
 
     state = np.zeros((16, 16, 16), np.float32)
@@ -85,7 +89,9 @@ def test_rematerialization_lines_with_and_without_metadata():
     )
     named = ', metadata={op_name="jit(f)/sin" source_file="m.py" source_line=7}'
     short = "full rematerialization of copy f32[8,4,16] from {devices=[8,1]<=[8]} to {devices=[1,8]<=[8]}"
-    text = "\n".join([line.replace("%s", ""), "W noise", line.replace("%s", ""), line.replace("%s", named)])
+    text = "\n".join(
+        [line.replace("%s", ""), "W noise", line.replace("%s", ""), line.replace("%s", named)]
+    )
     assert rematerializations(text) == (short, f"{short} in jit(f)/sin at m.py:7")
     odd = "E spmd.cc:1] [spmd] Involuntary full rematerialization. Something else."
     assert rematerializations(odd) == ("Involuntary full rematerialization. Something else.",)

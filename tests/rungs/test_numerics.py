@@ -105,7 +105,9 @@ def test_integers_are_exact_unless_rounding_moves_the_reference_too():
     assert (leaf.error, leaf.tolerance, leaf.passed) == (0.1, 0, False)
 
     def counting(state, batches):
-        return trajectory(state[0], metrics=[[np.int32(np.sin(state[0][0] * np.float64(1e12)) * 100)]])
+        return trajectory(
+            state[0], metrics=[[np.int32(np.sin(state[0][0] * np.float64(1e12)) * 100)]]
+        )
 
     ref = reference(START, F32, BATCHES[:1], counting)
     shifted = counting([np.nextafter(START[0], np.float32(9))], BATCHES)

@@ -1,0 +1,151 @@
+"""The public functions: `search` and `load_plan`."""
+
+import concurrent.futures
+import datetime
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from autoshard.budget import Budget, Callback
+from autoshard.calibrate import calibrated
+from autoshard.driver import Driver, Found, Subject
+from autoshard.errors import NoPlanError
+from autoshard.journal import Journal, opened
+from autoshard.no_plan import why_no_plan
+from autoshard.plan import Evidence, Plan
+from autoshard.strategy import Strategy
+from autoshard.subjects import KnobValue, ModelFn, make_subject, trace_all
+from autoshard.target import Target, find_target
+from autoshard.validity import checked_plan
+
+
+def search(
+    model_fn: ModelFn,
+    mesh: Mesh | Sequence[jax.Device] | str,
+    *,
+    knobs: Mapping[str, Sequence[KnobValue]] | None = None,
+    mesh_shape: str = "free",
+    fix: Mapping[str, object] | None = None,
+    keep_constraints: bool = False,
+    memory_bytes: int | None = None,
+    memory_headroom: float = 0.05,
+    budget: Budget = Budget(),
+    journal: Journal | str | os.PathLike[str] | None = None,
+    executor: concurrent.futures.Executor | None = None,
+    strategy: Strategy | None = None,
+    calibration: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    callbacks: Sequence[Callback] = (),
+) -> Plan:
+    """Finds the fastest sharding of a train step that fits the devices.
+
+    Args:
+      model_fn: called with one value for each knob; returns a `Workload`.
+      mesh: a `jax.sharding.Mesh` (its devices count; its shape is the first candidate) or devices.
+      knobs: name -> values to try; every combination is searched.
+      mesh_shape: "free", or "fixed" to keep the given mesh's shape.
+      fix: logical axis -> mesh axes, or the path of a state leaf -> PartitionSpec, to pin.
+      keep_constraints: keep the sharding constraints the step already has.
+      memory_bytes: what one device holds; default what it says, or host memory divided by devices.
+      memory_headroom: part of that which no plan may use.
+      budget: how much the search may spend.
+      journal: a file that records every trial; an interrupted search goes on from it.
+      executor: where programs are compiled; default two worker processes here.
+      strategy: who chooses candidates; default exhaustive in small spaces, else beam search.
+      calibration: folder that keeps calibrations of live targets; default in the user's cache.
+      seed: of every random choice.
+      callbacks: called with an `Event` now and then.
+
+    Returns:
+      The plan. Ctrl-C, or the end of the budget, returns the best so far and says so.
+
+    Raises:
+      WorkloadError: a model_fn, step, init or batch that cannot be searched.
+      TargetError: `mesh` names no usable devices.
+      LayoutError: `fix` names nothing.
+      JournalError: the journal is not one of this program's.
+      NoPlanError: nothing fits, or every candidate failed; says what would help.
+    """
+    if not 0 <= memory_headroom < 1:
+        raise ValueError(f"memory_headroom must be in [0, 1), got {memory_headroom}")
+    target = find_target(mesh, memory_bytes)
+    with opened(journal) as log:
+        programs, notes = trace_all(model_fn, knobs, keep_constraints)
+        subjects = [make_subject(p, target, mesh_shape, fix) for p in programs]
+        constants = calibrated(target, calibration)
+        folder = log.path.parent if log.path is not None else None
+        found = Driver(
+            subjects,
+            target,
+            constants,
+            budget=budget,
+            journal=log,
+            executor=executor,
+            strategy=strategy,
+            seed=seed,
+            callbacks=callbacks,
+            memory_headroom=memory_headroom,
+            folder=pathlib.Path(folder).absolute() if folder is not None else None,
+        ).run()
+    limit = int(target.memory_bytes * (1 - memory_headroom))
+    if not found.ranking:
+        raise NoPlanError(why_no_plan(found, subjects, target, limit))
+    return _plan(found, subjects, target, limit, tuple(notes), constants.digest)
+
+
+def _plan(
+    found: Found,
+    subjects: Sequence[Subject],
+    target: Target,
+    limit_bytes: int,
+    notes: tuple[str, ...],
+    constants_digest: str,
+) -> Plan:
+    winner = found.ranking[0]
+    subject = subjects[found.subject[winner]]
+    if subject.analysis.program.workload.sample is None:
+        notes += ("measured with synthetic batches: floats normal, integers 0 or 1",)
+    evidence = Evidence(
+        trials=found.trials,
+        ranking=found.ranking,
+        ended=found.ended,
+        target=target.describe(),
+        memory_limit_bytes=limit_bytes,
+        elapsed_s=found.elapsed_s,
+        false_rejections=found.false_rejections,
+        correction=(found.correction.compute, found.correction.communication),
+        notes=notes,
+        axes=tuple((a.name, a.size, a.where) for a in subject.analysis.axes.axes),
+        constants_digest=constants_digest,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+    layout = found.trials[winner].candidate.layout
+    return Plan(subject.analysis, subject.space, target, layout, evidence)
+
+
+def load_plan(
+    path: str | os.PathLike[str],
+    model_fn: ModelFn,
+    mesh: Mesh | Sequence[jax.Device] | str,
+    *,
+    check_target: bool = True,
+    memory_bytes: int | None = None,
+) -> Plan:
+    """Loads a plan for the same model on devices that are here.
+
+    The program is compiled again before anything is allocated: its peak memory is checked, and its
+    collectives are compared with the record by kind, bytes and group; what differs is noted in
+    `plan.evidence.notes`.
+
+    Args:
+      check_target: False relaxes platform and kind of device, never the model or the device count.
+      memory_bytes: overrides what one device holds.
+
+    Raises:
+      PlanError: the file is damaged, or the model, a shape, the device count or a version differs;
+        `differences` lists them field by field.
+    """
+    return checked_plan(path, model_fn, find_target(mesh, memory_bytes), check_target)

@@ -1,0 +1,190 @@
+"""Plan files: JSON with provenance and validity. Written whole or not at all."""
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+from typing import TYPE_CHECKING
+
+from autoshard.compat.versions import versions
+from autoshard.errors import AutoshardError, PlanError
+from autoshard.journal import outcome_from_json, outcome_to_json
+from autoshard.layout import Candidate
+from autoshard.program import Program
+from autoshard.target import Target
+from autoshard.trial import Estimate, Failure, Measurement, Trial
+
+if TYPE_CHECKING:
+    from autoshard.plan import Evidence, Plan
+
+SCHEMA = 1
+_FORMAT = "autoshard-plan"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """A plan file as it was read."""
+
+    candidate: Candidate
+    program: dict[str, object]
+    target: dict[str, object]
+    versions: dict[str, str]
+    fixed_leaves: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
+    evidence: "Evidence"
+    keep_constraints: bool
+
+
+def describe_program(program: Program, digest: str) -> dict[str, object]:
+    """What a plan is valid for: every leaf of state and batch, and the program's digest."""
+    return {
+        "digest": digest,
+        "state": {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in program.state},
+        "batch": {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in program.batch},
+        "metrics": {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in program.metrics},
+    }
+
+
+def describe_target(target: Target) -> dict[str, object]:
+    return {
+        "platform": target.platform,
+        "device_kind": target.device_kind,
+        "device_count": target.device_count,
+    }
+
+
+def write_plan(plan: "Plan", path: str | os.PathLike[str]) -> None:
+    """Writes a plan file."""
+    evidence = plan.evidence
+    data = {
+        "format": _FORMAT,
+        "schema": SCHEMA,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "candidate": plan.candidate.to_json(),
+        "keep_constraints": plan.keep_constraints,
+        "fixed_leaves": {
+            path: [list(axes) for axes in spec] for path, spec in plan.fixed_leaves
+        },
+        "program": describe_program(plan.program, plan.digest),
+        "target": describe_target(plan.target),
+        "versions": versions(),
+        "evidence": {
+            **{
+                f.name: getattr(evidence, f.name)
+                for f in dataclasses.fields(evidence)
+                if f.name not in ("trials", "elapsed_s")
+            },
+            "elapsed_s": dict(evidence.elapsed_s),
+            "trials": [_trial_to_json(t) for t in evidence.trials],
+        },
+    }
+    target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(data, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(target)
+
+
+def read_plan(path: str | os.PathLike[str]) -> PlanRecord:
+    """Reads a plan file.
+
+    Raises:
+      PlanError: not there, not JSON, not a plan, of another schema, or a field is damaged.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot read the plan {path}: {error}") from error
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"{path} is not a plan: it is not JSON ({error}); it may be cut off") from None
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        got = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise PlanError(f"{path} is not an autoshard plan: format is {got!r}, expected {_FORMAT!r}")
+    if data.get("schema") != SCHEMA:
+        raise PlanError(
+            f"{path} has schema {data.get('schema')!r}, this version reads {SCHEMA}: search again, or"
+            " use the autoshard that wrote it"
+        )
+    try:
+        return PlanRecord(
+            candidate=Candidate.from_json(data["candidate"]),
+            program=dict(data["program"]),
+            target=dict(data["target"]),
+            versions=dict(data["versions"]),
+            fixed_leaves=tuple(
+                (path, tuple(tuple(axes) for axes in spec))
+                for path, spec in data["fixed_leaves"].items()
+            ),
+            evidence=_evidence_from_json(data["evidence"]),
+            keep_constraints=bool(data["keep_constraints"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, AutoshardError) as error:
+        raise PlanError(f"{path} is damaged: {error!r}") from error
+
+
+def differences(record: PlanRecord, program: Program, digest: str) -> tuple[str, ...]:
+    """Field by field, how the recorded program differs from this one; the digest only if alone."""
+    here = describe_program(program, digest)
+    found: list[str] = []
+    for field in ("state", "batch", "metrics"):
+        old, new = record.program.get(field), here[field]
+        if not isinstance(old, dict) or not isinstance(new, dict):
+            found.append(f"{field}: recorded {old!r}")
+            continue
+        for path in (*old, *(p for p in new if p not in old)):
+            if old.get(path) != new.get(path):
+                found.append(
+                    f"{path}: recorded {old.get(path, 'nothing')}, got {new.get(path, 'nothing')}"
+                )
+    return tuple(found)
+
+
+def _trial_to_json(trial: Trial) -> dict[str, object]:
+    return {
+        "candidate": trial.candidate.to_json(),
+        "baseline": trial.baseline,
+        **{
+            name: None if outcome is None else outcome_to_json(outcome)
+            for name, outcome in (
+                ("propagated", trial.propagated),
+                ("compiled", trial.compiled),
+                ("profiled", trial.profiled),
+            )
+        },
+    }
+
+
+def _trial_from_json(data: dict[str, dict[str, object]]) -> Trial:
+    propagated = outcome_from_json(data["propagated"])
+    compiled = outcome_from_json(data["compiled"]) if data["compiled"] else None
+    profiled = outcome_from_json(data["profiled"]) if data["profiled"] else None
+    if isinstance(propagated, Measurement) or isinstance(compiled, Measurement):
+        raise PlanError("a measurement stands where an estimate belongs")
+    if isinstance(profiled, Estimate):
+        raise PlanError("an estimate stands where a measurement belongs")
+    assert isinstance(propagated, (Estimate, Failure))
+    return Trial(
+        candidate=Candidate.from_json(data["candidate"]),
+        propagated=propagated,
+        compiled=compiled,
+        profiled=profiled,
+        baseline=str(data["baseline"]),
+    )
+
+
+def _evidence_from_json(data: dict[str, object]) -> "Evidence":
+    from autoshard.plan import Evidence
+
+    rest = dict(data)
+    rest["trials"] = tuple(_trial_from_json(t) for t in rest["trials"])  # type: ignore[attr-defined]
+    rest["ranking"] = tuple(rest["ranking"])  # type: ignore[arg-type]
+    rest["correction"] = tuple(rest["correction"])  # type: ignore[arg-type]
+    rest["notes"] = tuple(rest["notes"])  # type: ignore[arg-type]
+    rest["axes"] = tuple((n, s, tuple(w)) for n, s, w in rest["axes"])  # type: ignore[attr-defined]
+    return Evidence(**rest)  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""The ranked table of a plan, as plain text."""
+
+from typing import TYPE_CHECKING
+
+from autoshard.report.explain import explain, numerics
+from autoshard.report.words import (
+    mebibytes,
+    mesh_in_words,
+    rules_in_words,
+    seconds,
+    traffic_in_words,
+)
+from autoshard.trial import Estimate, Measurement, Trial
+
+if TYPE_CHECKING:
+    from autoshard.plan import Plan
+
+_HEAD = ("#", "layout", "mesh", "knobs", "predicted", "measured (25-75 %)", "memory", "sent a step")
+
+
+def describe(plan: "Plan") -> str:
+    """Everything a person wants to see of a plan: table, rules, reason, numerics, notes."""
+    evidence = plan.evidence
+    lines = [f"Plan for {evidence.target or plan.mesh.devices.size} ({evidence.ended})", ""]
+    shown = _shown(evidence.trials, evidence.ranking)
+    rows = [_HEAD]
+    rules: list[str] = []
+    dropped: dict[str, None] = {}
+    for number, trial in enumerate(shown, 1):
+        rows.append(_row(number, trial))
+        name = trial.baseline or "found"
+        rules.append(f"  {number:>2} {name}: {rules_in_words(trial.candidate.layout)}")
+        for sentence in trial.estimate.dropped if trial.estimate else ():
+            dropped.setdefault(f"  {number:>2} {sentence}")
+        failure = trial.failure
+        if failure is not None:
+            rules.append(f"     failed in {failure.stage}: {failure.kind}, {_first(failure.message)}")
+    widths = [max(len(row[c]) for row in rows) for c in range(len(_HEAD))]
+    for row in rows:
+        lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+    lines += ["", "Rules:", *rules]
+    if dropped:
+        lines += ["", "Dropped for divisibility:", *list(dropped)[:12]]
+        if len(dropped) > 12:
+            lines.append(f"     and {len(dropped) - 12} more")
+    lines += ["", explain(plan), numerics(plan)]
+    winner = plan.trial
+    if winner and isinstance(winner.profiled, Measurement) and winner.profiled.devices:
+        devices = winner.profiled.devices
+        n = len(devices)
+        lines.append(
+            "Where a device's step goes (mean of "
+            f"{n}): compute {seconds(sum(d.compute_s for d in devices) / n)}, communication"
+            f" {seconds(sum(d.communication_s for d in devices) / n)}, idle"
+            f" {seconds(sum(d.idle_s for d in devices) / n)}."
+        )
+    warned = [w for t in shown if t.compiled and isinstance(t.compiled, Estimate) for w in t.compiled.warnings]
+    if warned:
+        lines.append(f"The partitioner warned of {len(warned)} bad reshards, first: {warned[0]}")
+    lines += [f"Note: {note}" for note in evidence.notes]
+    counts = [
+        f"{len(evidence.trials)} candidates",
+        f"{sum(t.compiled is not None for t in evidence.trials)} compiled",
+        f"{sum(t.profiled is not None for t in evidence.trials)} measured",
+    ]
+    spent = ", ".join(f"{name} {value:.1f} s" for name, value in evidence.elapsed_s.items())
+    lines.append(f"Search: {', '.join(counts)}; {spent}.")
+    return "\n".join(lines)
+
+
+def _shown(trials: tuple[Trial, ...], ranking: tuple[int, ...]) -> list[Trial]:
+    """The finalists, best first, then each baseline that is not among them once, then failures."""
+    chosen = [trials[i] for i in ranking]
+    names = {t.baseline for t in chosen if t.baseline}
+    judged = [t for t in trials if (t.compiled is not None or t.baseline) and t not in chosen]
+    judged.sort(key=lambda t: (t.failure is not None, t.estimate.time_s if t.estimate else 0.0))
+    for trial in judged:
+        if trial.baseline and trial.baseline not in names:
+            names.add(trial.baseline)
+            chosen.append(trial)
+        elif trial.failure is not None and trial.compiled is not None and not trial.baseline:
+            chosen.append(trial)
+    return chosen
+
+
+def _row(number: int, trial: Trial) -> tuple[str, ...]:
+    estimate = trial.estimate
+    measured = trial.profiled if isinstance(trial.profiled, Measurement) else None
+    spread = (
+        f"{seconds(measured.median_s)} ({seconds(measured.quantile_s(0.25))} -"
+        f" {seconds(measured.quantile_s(0.75))})"
+        if measured
+        else "-"
+    )
+    return (
+        str(number),
+        trial.baseline or "found",
+        mesh_in_words(trial.candidate.layout),
+        " ".join(f"{k}={v}" for k, v in trial.candidate.knobs) or "-",
+        seconds(estimate.time_s if estimate else None),
+        spread,
+        mebibytes(estimate.peak_memory_bytes if estimate else None),
+        traffic_in_words(estimate.bytes_by_kind()) if estimate else "-",
+    )
+
+
+def _first(message: str) -> str:
+    return message.strip().splitlines()[0][:160] if message.strip() else ""

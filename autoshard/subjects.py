@@ -1,0 +1,152 @@
+"""From `model_fn` and `knobs` to analysed programs, each with the space of its layouts."""
+
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from autoshard.analysis import analyse
+from autoshard.driver import Subject
+from autoshard.errors import WorkloadError
+from autoshard.layout import Spec
+from autoshard.program import Program, trace
+from autoshard.space import MeshShape, Space, mesh_shapes, read_fix
+from autoshard.target import Target
+from autoshard.workload import Workload
+
+KnobValue = str | int | float | bool | None
+ModelFn = Callable[..., Workload]
+
+
+def knob_values(
+    model_fn: ModelFn, knobs: Mapping[str, Sequence[KnobValue]] | None
+) -> list[tuple[tuple[str, KnobValue], ...]]:
+    """Every combination of knob values, sorted by name within each.
+
+    Raises:
+      WorkloadError: an unknown knob, no values for one, or a value that is no JSON scalar.
+    """
+    knobs = dict(knobs or {})
+    accepted = inspect.signature(model_fn).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        unknown = sorted(set(knobs) - set(accepted))
+        if unknown:
+            raise WorkloadError(
+                f"model_fn takes no knob {', '.join(map(repr, unknown))}; it takes"
+                f" {', '.join(map(repr, accepted)) or 'none'}"
+            )
+    for name, values in knobs.items():
+        if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
+            raise WorkloadError(f"knob {name!r}: expected a sequence of values, got {values!r}")
+        for value in values:
+            if value is not None and not isinstance(value, (str, int, float, bool)):
+                raise WorkloadError(
+                    f"knob {name!r}: values are str, int, float, bool or None, got {value!r}"
+                )
+            json.dumps(value)
+    names = sorted(knobs)
+    return [
+        tuple(zip(names, values, strict=True))
+        for values in itertools.product(*(knobs[name] for name in names))
+    ]
+
+
+def trace_all(
+    model_fn: ModelFn,
+    knobs: Mapping[str, Sequence[KnobValue]] | None,
+    keep_constraints: bool,
+) -> tuple[list[Program], list[str]]:
+    """Traces every combination of knobs. One that cannot be traced is noted, unless all fail.
+
+    Returns:
+      The programs, and a sentence for each combination that failed.
+
+    Raises:
+      WorkloadError: what `trace` refuses, or knobs that change the global batch.
+    """
+    programs: list[Program] = []
+    notes: list[str] = []
+    first: Exception | None = None
+    for values in knob_values(model_fn, knobs):
+        try:
+            programs.append(trace(model_fn(**dict(values)), values, keep_constraints))
+        except Exception as error:  # the user's own code may raise anything
+            first = first or error
+            notes.append(f"knobs {dict(values)} cannot be traced: {error}".splitlines()[0][:300])
+    if not programs and first is not None:
+        raise first
+    for program in programs[1:]:
+        for a, b in itertools.zip_longest(programs[0].batch, program.batch):
+            if a is None or b is None or (a.path, a.shape, a.dtype) != (b.path, b.shape, b.dtype):
+                leaf = a or b
+                raise WorkloadError(
+                    f"knobs may not change the global batch: {leaf.path} is"
+                    f" {f'{a.dtype}{list(a.shape)}' if a else 'absent'} with"
+                    f" {dict(programs[0].knobs)} and"
+                    f" {f'{b.dtype}{list(b.shape)}' if b else 'absent'} with {dict(program.knobs)}"
+                )
+    return programs, notes
+
+
+def allowed_meshes(
+    target: Target, mesh_shape: str, fix: Mapping[str, object] | None
+) -> tuple[MeshShape, ...]:
+    """The mesh shapes a search may use; a given mesh comes first.
+
+    Raises:
+      WorkloadError: `mesh_shape` is neither "free" nor "fixed".
+    """
+    given = tuple((name, size) for name, size in target.given if size > 1)
+    if mesh_shape == "fixed":
+        return (given or mesh_shapes(target.device_count, (), ordered=False)[0],)
+    if mesh_shape != "free":
+        raise WorkloadError(f'mesh_shape is "free" or "fixed", got {mesh_shape!r}')
+    names = tuple(name for name, _ in target.given)[:3]
+    free = mesh_shapes(target.device_count, names, ordered=bool(fix and target.given))
+    if given and len(given) <= 3:
+        return (given, *(m for m in free if m != given))
+    return tuple(free)
+
+
+def make_subject(
+    program: Program,
+    target: Target,
+    mesh_shape: str,
+    fix: Mapping[str, object] | None,
+    fixed_leaves: Sequence[tuple[str, Spec]] = (),
+) -> Subject:
+    """Analyses a program and builds its space.
+
+    Args:
+      fixed_leaves: (path, spec) pairs on top of `fix`, as a plan file records them.
+    """
+    analysis = analyse(program, target.platform)
+    pinned, leaves = read_fix(fix, program, analysis.axes)
+    index = {leaf.path: i for i, leaf in enumerate(program.state)}
+    leaves += tuple((index[path], spec) for path, spec in fixed_leaves if path in index)
+    meshes = allowed_meshes(target, mesh_shape, fix)
+    if program.manual:
+        pinned_mesh = [m for m in program.written_meshes if m in meshes]
+        meshes = tuple(pinned_mesh) or meshes
+    written = [
+        m
+        for m in program.written_meshes
+        if _size(m) == target.device_count and program.written is not None
+    ]
+    space = Space(
+        program=program,
+        axes=analysis.axes,
+        sites=tuple(analysis.sites.sites),
+        meshes=meshes,
+        pinned=pinned,
+        fixed_leaves=leaves,
+        as_written=written[0] if written and not program.keeps_constraints else None,
+    )
+    return Subject(analysis=analysis, space=space)
+
+
+def _size(mesh: MeshShape) -> int:
+    count = 1
+    for _, size in mesh:
+        count *= size
+    return count

@@ -1,0 +1,127 @@
+"""Whether a recorded plan may run here: model, target, versions, memory, collectives."""
+
+import dataclasses
+import os
+import tempfile
+
+from autoshard.budget import Budget
+from autoshard.calibrate import calibrated
+from autoshard.compat.executable import compile_module
+from autoshard.compat.versions import versions
+from autoshard.cost import CostModel
+from autoshard.driver import Subject
+from autoshard.errors import PlanError
+from autoshard.lowering import lower_step
+from autoshard.plan import Plan
+from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
+from autoshard.program import trace
+from autoshard.report.words import mebibytes
+from autoshard.rungs.compile import estimate_of
+from autoshard.rungs.compile_job import CompileRequest, CompileResult, compile_in_process
+from autoshard.rungs.worker import WorkerSettings
+from autoshard.subjects import ModelFn, knob_values, make_subject
+from autoshard.target import Target
+from autoshard.trial import Estimate, Failure
+
+
+def checked_plan(
+    path: str | os.PathLike[str], model_fn: ModelFn, target: Target, check_target: bool
+) -> Plan:
+    """Reads a plan and checks it against the model and the devices. See `autoshard.load_plan`."""
+    record = read_plan(path)
+    wrong = _target_differences(record, target, check_target)
+    if wrong:
+        raise PlanError(f"{path} is for another target:", wrong)
+    knobs = dict(record.candidate.knobs)
+    knob_values(model_fn, {name: (value,) for name, value in knobs.items()})
+    program = trace(model_fn(**knobs), record.candidate.knobs, record.keep_constraints)
+    wrong = differences(record, program, "")
+    if wrong:
+        raise PlanError(f"{path} is for another model:", wrong)
+    layout = record.candidate.layout
+    subject = make_subject(program, target, "free", None, record.fixed_leaves)
+    space = dataclasses.replace(subject.space, meshes=(layout.mesh, *subject.space.meshes))
+    subject = Subject(analysis=subject.analysis, space=space)
+    reason = space.contains(record.candidate)
+    if reason is not None:
+        raise PlanError(f"{path} does not fit this program:", (f"layout: {reason}",))
+    notes = list(record.evidence.notes)
+    if record.program.get("digest") != subject.analysis.digest:
+        if record.versions.get("jax") == versions()["jax"]:
+            raise PlanError(
+                f"{path} is for another model:",
+                (
+                    f"program digest: recorded {record.program.get('digest')}, got"
+                    f" {subject.analysis.digest} (same leaves, other computation)",
+                ),
+            )
+        notes.append(
+            f"the program lowers differently than with jax {record.versions.get('jax')}, where the"
+            " plan was made"
+        )
+    notes += _compiled_differences(record, subject, target)
+    evidence = dataclasses.replace(record.evidence, notes=tuple(dict.fromkeys(notes)))
+    return Plan(subject.analysis, space, target, layout, evidence)
+
+
+def _target_differences(record: PlanRecord, target: Target, check: bool) -> tuple[str, ...]:
+    here = describe_target(target)
+    fields = ("platform", "device_kind", "device_count") if check else ("device_count",)
+    wrong = [
+        f"{field}: recorded {record.target.get(field)!r}, got {here[field]!r}"
+        for field in fields
+        if record.target.get(field) != here[field]
+    ]
+    major = record.versions.get("jax", "?").split(".")[0]
+    if major != versions()["jax"].split(".")[0]:
+        wrong.append(f"jax: recorded {record.versions.get('jax')}, got {versions()['jax']}")
+    return tuple(wrong)
+
+
+def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) -> list[str]:
+    """Compiles the step; raises if it does not fit, lists how its collectives differ."""
+    specs = subject.space.specs(record.candidate.layout)
+    module = lower_step(subject.analysis, specs, target)
+    if target.platform == "cpu":
+        with tempfile.TemporaryDirectory(prefix="autoshard-") as folder:
+            result = compile_in_process(
+                CompileRequest(
+                    module=module,
+                    time_limit_s=Budget().compile_seconds,
+                    settings=WorkerSettings(
+                        platform="cpu", device_count=target.device_count, folder=folder
+                    ),
+                )
+            )
+        if isinstance(result, Failure):
+            raise PlanError(f"the plan does not compile here: {result.kind}: {result.message}")
+    else:
+        executable = compile_module(module, target.devices)
+        result = CompileResult(
+            memory=executable.memory, hlo_text=executable.hlo_text, warnings=(), elapsed_s=0.0
+        )
+    if result.memory.peak_bytes > target.memory_bytes:
+        raise PlanError(
+            f"the plan needs {mebibytes(result.memory.peak_bytes)} a device, {target.describe()} have"
+            f" {mebibytes(target.memory_bytes)} ({target.memory_source})"
+        )
+    now = estimate_of(module, result, CostModel(calibrated(target)))
+    ranking = record.evidence.ranking
+    then = record.evidence.trials[ranking[0]].compiled if ranking else None
+    if not isinstance(then, Estimate):
+        return []
+    old, new = _collectives(then), _collectives(now)
+    return [
+        f"collectives differ from the record: {kind} in groups of {group}: recorded"
+        f" {mebibytes(old.get((kind, group), 0))} a step, now {mebibytes(new.get((kind, group), 0))}"
+        for kind, group in sorted(set(old) | set(new))
+        if old.get((kind, group), 0) != new.get((kind, group), 0)
+    ]
+
+
+def _collectives(estimate: Estimate) -> dict[tuple[str, int], int]:
+    found: dict[tuple[str, int], int] = {}
+    for c in estimate.collectives:
+        key = (c.kind, c.group_size)
+        found[key] = found.get(key, 0) + c.total_bytes
+    return found

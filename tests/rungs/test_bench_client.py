@@ -1,0 +1,109 @@
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autoshard.compat.executable import MemoryUse
+from autoshard.rungs.bench_client import ChildBench
+from autoshard.rungs.numerics import NumericsReport
+from autoshard.rungs.traces import read_trace
+from autoshard.rungs.worker import WorkerSettings
+from autoshard.trial import Failure, Kind, Stage
+from tests import lowered
+
+DATA = (("data", 8),)
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return {
+        "reference": lowered.train_module(lowered.ONE),
+        "fsdp_tp": lowered.train_module(),
+        "data": lowered.train_module(DATA, spec=P()),
+        "hangs": lowered.stuck_module(DATA),
+    }
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory, modules):
+    folder = str(tmp_path_factory.mktemp("bench"))
+    bench = ChildBench(
+        WorkerSettings(platform="cpu", device_count=8, folder=folder), time_limit_s=120
+    )
+    assert bench.set_inputs(lowered.init_module(), lowered.make_batches()) is None
+    for name in ("reference", "fsdp_tp", "data"):
+        assert isinstance(bench.load(name, modules[name]), MemoryUse)
+    yield bench
+    bench.close()
+
+
+def test_the_childs_answers_are_a_benchs(child, tmp_path):
+    samples = child.run("data", 3)
+    assert len(samples) == 3 and all(s > 0 for s in samples)
+    report = child.numerics("fsdp_tp", "reference")
+    assert isinstance(report, NumericsReport) and report.passed
+    folder = child.trace("data", str(tmp_path), 2)
+    assert len(read_trace(folder, 2)) == 8
+
+
+def test_a_hang_costs_only_the_candidate_that_hangs(child, modules):
+    assert isinstance(child.load("hangs", modules["hangs"]), MemoryUse)
+    before = child._worker.starts
+    child._time_limit_s = 3
+    failure = child.run("hangs", 1)
+    child._time_limit_s = 120
+    assert isinstance(failure, Failure)
+    assert (failure.stage, failure.kind) == (Stage.PROFILE, Kind.TIMEOUT)
+    assert len(child.run("data", 2)) == 2, "the next call reloads what is still wanted"
+    assert child._worker.starts == before + 1
+    assert child.numerics("fsdp_tp", "reference").passed
+    assert child.run("hangs", 1) == failure, "and who hung stays out"
+    assert child._worker.starts == before + 1
+
+
+def test_an_abort_costs_only_the_candidate_at_fault(child, monkeypatch):
+    before = child._worker.starts
+    call = child._worker.call
+    monkeypatch.setattr(child._worker, "call", lambda function, *args, **kw: call(os.abort, **kw))
+    failure = child.run("data", 1)
+    monkeypatch.undo()
+    assert failure.kind == Kind.CRASH and "SIGABRT" in failure.message
+    assert child.run("data", 1) == failure
+    assert len(child.run("fsdp_tp", 1)) == 1
+    assert child._worker.starts == before + 1
+
+
+def test_a_failing_reload_is_told_at_its_next_use(child, modules):
+    child.load("data", modules["data"])
+    broken = dataclasses.replace(modules["data"], stablehlo=b"ML\xefRnot really")
+    child._wanted["data"] = broken
+    child._worker.close()
+    assert len(child.run("fsdp_tp", 1)) == 1
+    failure = child.run("data", 1)
+    assert isinstance(failure, Failure) and failure.kind != Kind.TIMEOUT
+    assert isinstance(child.load("data", modules["data"]), MemoryUse)
+    assert len(child.run("data", 1)) == 1
+
+
+def test_unloading_forgets(child, modules):
+    child.load("data", modules["data"])
+    child.unload("data")
+    with pytest.raises(KeyError, match="'data' is not loaded; loaded: .*fsdp_tp"):
+        child.run("data", 1)
+
+
+def test_state_as_host_values(tmp_path, modules):
+    settings = WorkerSettings(platform="cpu", device_count=8, folder=str(tmp_path))
+    bench = ChildBench(settings, time_limit_s=120)
+    state = jax.tree.leaves(lowered.init_state())
+    assert bench.set_inputs(state, lowered.make_batches()) is None
+    assert isinstance(bench.load("data", modules["data"]), MemoryUse)
+    bench.close()
+    wrong = [np.zeros(3, np.float32), *state[1:]]
+    bench.set_inputs(wrong, lowered.make_batches())
+    failure = bench.load("data", modules["data"])
+    assert failure.kind == Kind.CRASH and "ValueError: state" in failure.message
+    bench.close()
