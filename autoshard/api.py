@@ -123,7 +123,7 @@ def _plan(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     layout = found.trials[winner].candidate.layout
-    return Plan(subject.analysis, subject.space, target, layout, evidence)
+    return Plan(subject.analysis_for(layout), subject.space, target, layout, evidence)
 
 
 def load_plan(

@@ -377,7 +377,9 @@ class _Namer:
         batches = [g for g in groups if any(f in batch for f in g)]
         for group in groups:
             own = next((given[f] for f in group if f in given), None)
-            path, dim, part = self.marks.get(group[0], [("value", 0, 0)])[0]
+            marks = self.marks.get(group[0], [("value", 0, 0)])
+            # The state names an axis better than the batch: `embed.w[1]` rather than `x[1]`.
+            path, dim, part = next((m for m in marks if m[0].startswith("state")), marks[0])
             base = _short(_normal(path)) if "@" not in path else path
             if any(f in batch for f in group):
                 name = "batch" if len(batches) == 1 else f"batch.{base}"

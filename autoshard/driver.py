@@ -18,7 +18,7 @@ from autoshard.compat.versions import versions
 from autoshard.cost import MODEL_REVISION, Constants, Correction, CostModel
 from autoshard.hlo import HloError
 from autoshard.journal import Journal, key_of
-from autoshard.layout import Candidate
+from autoshard.layout import Candidate, Layout
 from autoshard.lowering import lower_init, lower_step, lower_unsharded
 from autoshard.module import Module
 from autoshard.program import sample_batch
@@ -72,6 +72,12 @@ class Subject:
 
     analysis: Analysis
     space: Space
+
+    def analysis_for(self, layout: Layout) -> Analysis:
+        """What a layout is judged and lowered with: the step as written has its own analysis."""
+        if layout.as_written and self.space.written is not None:
+            return self.space.written.analysis
+        return self.analysis
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +257,8 @@ class Driver:
             if known is not None:
                 outcome = known  # another spelling of the same program
             else:
+                if candidate.layout.as_written:
+                    propagator = Propagator(subject.analysis_for(candidate.layout))
                 outcome = propagator.judge(subject.space, candidate.layout, self._cost)
             self._journal.add(
                 key, outcome, {"rung": "propagate", "candidate": candidate.to_json()}, sync=False
@@ -274,7 +282,6 @@ class Driver:
                 estimate=row.propagated,
                 family=(
                     row.candidate.knobs,
-                    tuple(sorted(n for _, n in row.candidate.layout.mesh)),
                     tuple(axis for axis, _ in row.candidate.layout.compute),
                 ),
                 program=self._program_of[i],
@@ -410,8 +417,9 @@ class Driver:
         subject = self._subjects[row.subject]
         start = time.perf_counter()
         try:
-            specs = subject.space.specs(row.candidate.layout)
-            row.module = lower_step(subject.analysis, specs, self._target)
+            layout = row.candidate.layout
+            specs = subject.space.specs(layout)
+            row.module = lower_step(subject.analysis_for(layout), specs, self._target)
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
             return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
         return row.module

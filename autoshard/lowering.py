@@ -18,6 +18,7 @@ from autoshard.program import Leaf, Program
 from autoshard.sites import Site
 from autoshard.specs import Specs
 from autoshard.target import Target
+from autoshard.written import on_mesh
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
@@ -52,8 +53,11 @@ def site_shardings(specs: Specs, mesh: Mesh) -> Callable[[Site], NamedSharding |
 
 def constrained_step(analysis: Analysis, specs: Specs, mesh: Mesh) -> jaxprs.ClosedJaxpr:
     """The flat step with the layout's constraint at every site."""
+    program = analysis.program
     if not specs.mesh:
-        return analysis.program.step  # one device: nothing to shard
+        return program.step  # one device: nothing to shard
+    if not analysis.axes.sites and program.written is not None:
+        return on_mesh(program.written, mesh)
     return analysis.sites.constrained(site_shardings(specs, mesh))
 
 

@@ -249,7 +249,7 @@ def _check_keys(leaves: tuple[Leaf, ...], closed: jaxprs.ClosedJaxpr) -> None:
     for leaf in leaves:
         if leaf.is_key and "fry" not in str(leaf.dtype):
             raise WorkloadError(f"{leaf.path} is a non-partitionable RNG key ({leaf.dtype}): {advice}")
-    for eqn in _equations(closed.jaxpr):
+    for eqn in jaxprs.equations(closed.jaxpr):
         if eqn.primitive.name == "rng_bit_generator":
             raise WorkloadError(f"non-partitionable RNG at {jaxprs.source_line(eqn)}: {advice}")
         for var in eqn.invars:
@@ -258,24 +258,6 @@ def _check_keys(leaves: tuple[Leaf, ...], closed: jaxprs.ClosedJaxpr) -> None:
                 raise WorkloadError(
                     f"non-partitionable RNG key ({dtype}) at {jaxprs.source_line(eqn)}: {advice}"
                 )
-
-
-def _equations(jaxpr: jaxprs.Jaxpr) -> list[jaxprs.JaxprEqn]:
-    """Every equation once, those of inner jaxprs included; a shared jaxpr is walked once."""
-    seen: set[int] = set()
-    found: list[jaxprs.JaxprEqn] = []
-
-    def walk(jaxpr: jaxprs.Jaxpr) -> None:
-        if id(jaxpr) in seen:
-            return
-        seen.add(id(jaxpr))
-        for eqn in jaxpr.eqns:
-            found.append(eqn)
-            for _, _, inner in jaxprs.inner_jaxprs(eqn):
-                walk(jaxprs.open_jaxpr(inner))
-
-    walk(jaxpr)
-    return found
 
 
 def _warn_of_closures(closed: jaxprs.ClosedJaxpr) -> None:

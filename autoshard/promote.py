@@ -64,7 +64,8 @@ def promote(
     factor: float,
     taken: list[Entry],
 ) -> list[Entry]:
-    """The `count` best by corrected time, each program once and no family more than its share.
+    """The `count` best by corrected time, each program once, no family more than its share,
+    and those that the model cannot tell from a chosen one only to fill up.
 
     Args:
       taken: those that have gone on already; they count against their families.
@@ -83,10 +84,15 @@ def promote(
         )
 
     late: list[Entry] = []
+    alike = list(taken)
     for entry in sorted(fitting, key=order):
         if entry.program in seen:
             continue
         seen.add(entry.program)
+        if any(_alike(entry, other) for other in alike):
+            late.append(entry)
+            continue
+        alike.append(entry)
         if families.get(entry.family, 0) >= share:
             late.append(entry)
             continue
@@ -95,6 +101,16 @@ def promote(
         if len(chosen) == count:
             return chosen
     return (chosen + late)[:count]
+
+
+def _alike(a: Entry, b: Entry) -> bool:
+    """Whether the model cannot tell two members of one family apart."""
+    x, y = a.estimate, b.estimate
+    return (
+        a.family == b.family
+        and abs(x.time_s - y.time_s) <= 0.005 * y.time_s
+        and abs(x.peak_memory_bytes - y.peak_memory_bytes) <= 0.02 * y.peak_memory_bytes
+    )
 
 
 def learn(pairs: list[tuple[Estimate, Measurement]]) -> Correction:

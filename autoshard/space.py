@@ -12,6 +12,7 @@ from autoshard.layout import Candidate, Layout, Spec, rules
 from autoshard.program import Program
 from autoshard.sites import Site
 from autoshard.specs import Specs, resolve
+from autoshard.written import Written
 
 MeshShape = tuple[tuple[str, int], ...]
 Knobs = tuple[tuple[str, str | int | float | bool | None], ...]
@@ -56,7 +57,7 @@ class Space:
       meshes: allowed mesh shapes.
       pinned: logical axis -> mesh axes, for compute and storage, as the user fixed them.
       fixed_leaves: state leaf index -> spec, as the user fixed them.
-      as_written: the user's own mesh, where the step has constraints to keep.
+      written: the step as its author wrote it, where it has constraints on a mesh of this size.
     """
 
     program: Program
@@ -65,7 +66,7 @@ class Space:
     meshes: tuple[MeshShape, ...]
     pinned: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fixed_leaves: tuple[tuple[int, Spec], ...] = ()
-    as_written: MeshShape | None = None
+    written: Written | None = None
 
     @property
     def knobs(self) -> Knobs:
@@ -85,6 +86,11 @@ class Space:
         )
 
     def specs(self, layout: Layout) -> Specs:
+        """Every sharding of a layout."""
+        if layout.as_written:
+            if self.written is None:
+                raise LayoutError("the step has no constraints of its own to keep")
+            return self.written.specs
         return resolve(
             self.program, self.axes, list(self.sites), layout, dict(self.fixed_leaves)
         )
@@ -116,7 +122,7 @@ class Space:
             return f"knobs are {dict(candidate.knobs)}, this space has {dict(self.knobs)}"
         count = math.prod(n for _, n in self.meshes[0]) if self.meshes else 1
         if layout.as_written:
-            return None if self.as_written else "the step has no constraints of its own to keep"
+            return None if self.written else "the step has no constraints of its own to keep"
         if layout.device_count != count:
             return f"the mesh has {layout.device_count} devices, the target {count}"
         known = {a.name: a for a in self.axes.axes}

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.analysis import analyse
@@ -13,6 +14,7 @@ from autoshard.program import Program, trace
 from autoshard.space import MeshShape, Space, mesh_shapes, read_fix
 from autoshard.target import Target
 from autoshard.workload import Workload
+from autoshard.written import analyse_written
 
 KnobValue = str | int | float | bool | None
 ModelFn = Callable[..., Workload]
@@ -128,11 +130,10 @@ def make_subject(
     if program.manual:
         pinned_mesh = [m for m in program.written_meshes if m in meshes]
         meshes = tuple(pinned_mesh) or meshes
-    written = [
-        m
-        for m in program.written_meshes
-        if _size(m) == target.device_count and program.written is not None
-    ]
+    written = None
+    own = [m for m in program.written_meshes if math.prod(n for _, n in m) == target.device_count]
+    if own and program.written is not None and not program.keeps_constraints:
+        written = analyse_written(program, analysis, own[0], target.platform)
     space = Space(
         program=program,
         axes=analysis.axes,
@@ -140,13 +141,7 @@ def make_subject(
         meshes=meshes,
         pinned=pinned,
         fixed_leaves=leaves,
-        as_written=written[0] if written and not program.keeps_constraints else None,
+        written=written,
     )
     return Subject(analysis=analysis, space=space)
 
-
-def _size(mesh: MeshShape) -> int:
-    count = 1
-    for _, size in mesh:
-        count *= size
-    return count

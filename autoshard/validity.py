@@ -61,7 +61,7 @@ def checked_plan(
         )
     notes += _compiled_differences(record, subject, target)
     evidence = dataclasses.replace(record.evidence, notes=tuple(dict.fromkeys(notes)))
-    return Plan(subject.analysis, space, target, layout, evidence)
+    return Plan(subject.analysis_for(layout), space, target, layout, evidence)
 
 
 def _target_differences(record: PlanRecord, target: Target, check: bool) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def _target_differences(record: PlanRecord, target: Target, check: bool) -> tupl
 def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) -> list[str]:
     """Compiles the step; raises if it does not fit, lists how its collectives differ."""
     specs = subject.space.specs(record.candidate.layout)
-    module = lower_step(subject.analysis, specs, target)
+    module = lower_step(subject.analysis_for(record.candidate.layout), specs, target)
     if target.platform == "cpu":
         with tempfile.TemporaryDirectory(prefix="autoshard-") as folder:
             result = compile_in_process(

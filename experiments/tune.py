@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
             callbacks=(_show_on(progress),),
         )
     console.print(str(plan), markup=False, highlight=False)
-    plan.save(run / "plan.json")
+    plan.save(str(run / "plan.json"))
 
     if _STEPS.value:
         held_out = itertools.islice(task.batches("validation", 0), HELD_OUT_BATCHES)

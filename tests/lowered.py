@@ -88,11 +88,14 @@ def bytecode(lowered: jax.stages.Lowered) -> bytes:
 
 
 def attention_loss(params: dict, x: jax.Array, y: jax.Array, dtype=jnp.float32) -> jax.Array:
-    """One attention layer and an MLP; the key bias has a gradient of exactly zero but for rounding."""
+    """One attention layer and an MLP; the key bias has no gradient but rounding."""
     p = jax.tree.map(lambda a: a.astype(dtype), params)
     x = x.astype(dtype)
     q, k, v = (x @ p[n] + p["b" + n] for n in "qkv")
-    split = lambda a: a.reshape(*a.shape[:2], HEADS, -1)
+
+    def split(a: jax.Array) -> jax.Array:
+        return a.reshape(*a.shape[:2], HEADS, -1)
+
     scores = jnp.einsum("bshk,bthk->bhst", split(q), split(k)) / 3
     mixed = jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(scores), split(v)).reshape(x.shape)
     h = x + mixed
@@ -103,7 +106,10 @@ def attention_loss(params: dict, x: jax.Array, y: jax.Array, dtype=jnp.float32) 
 def init_state(seed: int = 0) -> dict:
     """Host values of params, adamw's moments, a count, a key and a flag."""
     rng = np.random.default_rng(seed)
-    normal = lambda *s: rng.normal(size=s, scale=s[0] ** -0.5).astype(np.float32)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape, scale=shape[0] ** -0.5).astype(np.float32)
+
     params = {n: normal(WIDTH, WIDTH) for n in "qkv"}
     params |= {"b" + n: np.zeros(WIDTH, np.float32) for n in "qkv"}
     params |= {"w1": normal(WIDTH, HIDDEN), "w2": normal(HIDDEN, WIDTH)}
@@ -119,8 +125,8 @@ def init_state(seed: int = 0) -> dict:
 def make_batches(count: int = 2) -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(7)
     shape = (BATCH, 4, WIDTH)
-    draw = lambda: rng.normal(size=shape).astype(np.float32)
-    return [(draw(), draw()) for _ in range(count)]
+    pairs = rng.normal(size=(count, 2, *shape)).astype(np.float32)
+    return [(x, y) for x, y in pairs]
 
 
 def make_step(grad_fn: Callable | None = None, dtype=jnp.float32) -> Callable:

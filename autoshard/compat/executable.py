@@ -160,7 +160,7 @@ def _part(value: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _result_handler(array: jax.Array) -> object:
-    """Assembles an output like `array` in C++: a state of 200 leaves on 8 devices has 1600 shards."""
+    """Assembles outputs like `array` in C++: 200 leaves on 8 devices are 1600 shards."""
     make = xla_client.array_result_handler
     try:  # jaxlib < 0.12: its checks refuse one-device shardings, and jax skips them too
         return make(array.aval, array.sharding, True, _skip_checks=True)
@@ -206,5 +206,5 @@ def float_types(module: Module) -> frozenset[str]:
 
 
 def has_host_callback(module: Module) -> bool:
-    """Whether the program calls back into Python; such a program cannot run from its bytes alone."""
+    """Whether the program calls back into Python; then it cannot run from its bytes alone."""
     return _CALLBACK.search(module.stablehlo) is not None

@@ -93,6 +93,33 @@ def has_shardings(eqn: JaxprEqn) -> list[object]:
     return [s for s in given if isinstance(s, jax.sharding.Sharding)]
 
 
+def moved_shardings(eqn: JaxprEqn, move: Callable[[object], object]) -> JaxprEqn:
+    """A nested jit with each sharding its author gave it replaced."""
+    params = dict(eqn.params)
+    for name in ("in_shardings", "out_shardings"):
+        if name in params:
+            params[name] = tuple(move(s) for s in params[name])
+    return eqn.replace(params=params)
+
+
+def equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Every equation once, those of inner jaxprs included; a shared jaxpr is walked once."""
+    seen: set[int] = set()
+    found: list[JaxprEqn] = []
+
+    def walk(jaxpr: Jaxpr) -> None:
+        if id(jaxpr) in seen:
+            return
+        seen.add(id(jaxpr))
+        for eqn in jaxpr.eqns:
+            found.append(eqn)
+            for _, _, inner in inner_jaxprs(eqn):
+                walk(open_jaxpr(inner))
+
+    walk(jaxpr)
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def _constraint(shape: tuple[int, ...], dtype: object, sharding: NamedSharding) -> JaxprEqn:
     # JAX makes the equation itself, so that no parameter of the primitive is spelled here.

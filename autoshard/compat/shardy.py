@@ -290,15 +290,25 @@ class Judged:
       communication: (operation, mesh axes, local bytes in, local bytes out, a tag of its block, tag
         of the operation before it, axes sliced right after it, location).
       argument_axes: mesh axes of each argument of main.
+      argument_dims, result_dims: mesh axes of each dimension of the arguments and results of main.
     """
 
-    __slots__ = ("argument_axes", "communication", "contracted", "shards")
+    __slots__ = (
+        "argument_axes",
+        "argument_dims",
+        "communication",
+        "contracted",
+        "result_dims",
+        "shards",
+    )
 
     def __init__(self) -> None:
         self.shards: dict[int, tuple[frozenset[str], ...]] = {}
         self.contracted: dict[int, frozenset[str]] = {}
         self.communication: list[Communication] = []
         self.argument_axes: list[frozenset[str]] = []
+        self.argument_dims: list[tuple[tuple[str, ...], ...]] = []
+        self.result_dims: list[tuple[tuple[str, ...], ...]] = []
 
 
 _CONTRACTING = frozenset({"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.reduce"})
@@ -322,12 +332,8 @@ def judge(
             raise ValueError("the module has no mesh: it has no sites")
         operation.attributes["mesh"] = attributes(mesh_text(mesh))
         main = main_function(copy)
-        main.attributes["arg_attrs"] = attributes(
-            "[" + ", ".join("{sdy.sharding = " + sharding_text(d) + "}" for d in inputs) + "]"
-        )
-        main.attributes["res_attrs"] = attributes(
-            "[" + ", ".join("{sdy.sharding = " + sharding_text(d) + "}" for d in outputs) + "]"
-        )
+        main.attributes["arg_attrs"] = attributes(_attribute_list(inputs))
+        main.attributes["res_attrs"] = attributes(_attribute_list(outputs))
         for op in walk(main.regions[0].blocks[0]):
             if op.name == "sdy.sharding_constraint":
                 dims = sites.get(site_of_tag.get(op.attributes[TAG].value, -1))
@@ -335,6 +341,14 @@ def judge(
                     op.attributes["sharding"] = attributes(sharding_text(dims))
         propagate(copy)
         return _read(main_function(copy), sizes)
+
+
+def _attribute_list(tensors: Sequence[Dims]) -> str:
+    return "[" + ", ".join("{sdy.sharding = " + sharding_text(d) + "}" for d in tensors) + "]"
+
+
+def _dims_of(named: ir.DictAttr) -> tuple[tuple[str, ...], ...]:
+    return parse_sharding(str(named["sdy.sharding"])) if "sdy.sharding" in named else ()
 
 
 def _read(main: Operation, sizes: dict[str, int]) -> Judged:
@@ -358,7 +372,9 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
         named = ir.DictAttr(attribute)
         axes = axes_of(named["sdy.sharding"])[0] if "sdy.sharding" in named else empty
         of_value[argument] = axes
+        judged.argument_dims.append(_dims_of(named))
         judged.argument_axes.append(axes)
+    judged.result_dims = [_dims_of(ir.DictAttr(a)) for a in main.attributes["res_attrs"]]
 
     def bytes_of(value: Value, axes: frozenset[str]) -> float:
         dims, bits = shape_and_bits(str(value.type))

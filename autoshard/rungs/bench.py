@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import jax
 import numpy as np
@@ -58,7 +58,7 @@ class Benches(Protocol):
         """Frees the arrays of a program; loading it again starts from the initial state."""
 
     def numerics(self, name: str, reference: str, steps: int = 2) -> NumericsReport | Failure:
-        """Compares with another loaded program from the initial state; both start again after it."""
+        """Compares with another loaded program, from the initial state; both then start again."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,7 +92,7 @@ class Bench:
     ) -> Failure | None:
         if not batches:
             raise ValueError("got no batch, expected at least one")
-        with _catching(Stage.PROFILE) as caught:
+        with _Catching() as caught:
             self._reference = None
             for name in self._entries:
                 self.unload(name)
@@ -111,7 +111,7 @@ class Bench:
                 message="the step calls back into Python (jax.debug.print, pure_callback, ...); "
                 "such a program cannot be measured from its bytes: remove the call",
             )
-        with _catching(Stage.PROFILE) as caught:
+        with _Catching() as caught:
             entry = self._entries.get(name)
             if entry is None or entry.digest != module.digest:
                 entry = _Entry(executable=self._compile(module), digest=module.digest)
@@ -123,14 +123,14 @@ class Bench:
 
     def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
         entry = self._entries[name]
-        with _catching(Stage.PROFILE) as caught:
+        with _Catching() as caught:
             return self._run(entry, steps)
         self.unload(name)  # donated arrays are gone
         return caught.expect()
 
     def trace(self, name: str, folder: str, steps: int) -> str | Failure:
         entry = self._entries[name]
-        with _catching(Stage.PROFILE) as caught:
+        with _Catching() as caught:
             self._place(entry)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
@@ -149,7 +149,7 @@ class Bench:
     def numerics(self, name: str, reference: str, steps: int = 2) -> NumericsReport | Failure:
         for used in (name, reference):
             self.unload(used)
-        with _catching(Stage.PROFILE) as caught:
+        with _Catching() as caught:
             against = self._trusted(reference, steps)
             entry = self._entries[name]
             got = self._trajectory(entry.executable, self._start(), self._batches_of(steps))
@@ -251,25 +251,23 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
 
 
-class _Caught:
-    """The failure that a `_catching` block ended with, if any."""
+class _Catching:
+    """Turns the runtime's errors into a failure; the program's own mistakes stay exceptions."""
 
     failure: Failure | None = None
+
+    def __enter__(self) -> Self:
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, (jax.errors.JaxRuntimeError, MemoryError)):
+            self.failure = failure_of(error, Stage.PROFILE, time.perf_counter() - self._begin)
+        return self.failure is not None
 
     def expect(self) -> Failure:
         assert self.failure is not None
         return self.failure
-
-
-@contextlib.contextmanager
-def _catching(stage: Stage) -> Iterator[_Caught]:
-    """Turns the runtime's errors into a failure; the program's own mistakes stay exceptions."""
-    caught = _Caught()
-    begin = time.perf_counter()
-    try:
-        yield caught
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        caught.failure = failure_of(error, stage, time.perf_counter() - begin)
 
 
 @contextlib.contextmanager

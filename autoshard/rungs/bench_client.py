@@ -1,9 +1,9 @@
 """The bench in one killable child: a candidate that hangs or aborts costs only itself.
 
 XLA:CPU aborts the whole process when devices wait for each other too long; a hang has no end at
-all. Either way the child dies, the candidate at fault is forgotten, and the next call starts a child
-that loads what is still wanted. Candidates reloaded so start again from the initial state, which
-changes no timing.
+all. Either way the child dies, the candidate at fault is forgotten, and the next call starts a
+child that loads what is still wanted. Candidates reloaded so start again from the initial state,
+which changes no timing.
 """
 
 from collections.abc import Callable, Sequence

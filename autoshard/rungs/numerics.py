@@ -5,21 +5,23 @@ So every leaf of the state, optimizer moments included, is compared by what the 
 `||dx - dx_ref|| / ||dx_ref||` over the leaf, in float64 on the host.
 
 What that alone would get wrong is rounding. Some changes are nothing but rounding noise: the
-gradient of an attention key bias is zero but for it; adam divides noise by noise, so that elements
-with no gradient move by a full step in a random direction; a bf16 parameter moves by less than its
-last bit. No tolerance on the result can be right for those and strict for the rest. So the reference
-runs again from a state and batch whose floats are perturbed by about one unit in the last place: how
-far that moves a leaf is the leaf's *noise*. A third run, perturbed more, finds the leaves with
-*jumps*: an element turned by a third of the largest change. A candidate is allowed
+gradient of an attention key bias is zero but for it; adam divides noise by noise, so that
+elements with no gradient move by a full step in a random direction; a bf16 parameter moves by
+less than its last bit. No tolerance on the result can be right for those and strict for the rest.
+So the reference runs again from a state and batch whose floats are perturbed by about one unit in
+the last place: how far that moves a leaf is the leaf's *noise*. A third run, perturbed more,
+finds the leaves with *jumps*: an element turned by a third of the largest change. A candidate is
+allowed
 
     ||dx - dx_ref||  <=  tolerance * ||dx_ref||  +  4 * noise  [+  8 * max|dx_ref| if jumps].
 
-The last term is sixteen elements that went the other way: such events are rare and all or nothing, so
-that one run says little of how many the next will have. In a healthy f32 leaf the noise is a
-hundredth of the tolerance, and there are no jumps. A leaf where the two exceed half the change is
-called noisy: there only gross errors show, and the report names it. So are adam's parameters judged;
-its moments do not amplify, and are judged strictly, so that a wrong gradient is still caught. Errors
-that perturbing the inputs does not excite (long sums added up in another order) have the tolerance.
+The last term is sixteen elements that went the other way: such events are rare and all or
+nothing, so that one run says little of how many the next will have. In a healthy f32 leaf the
+noise is a tenth of the tolerance, and there are no jumps. A leaf where the two exceed half
+the change is called noisy: there only gross errors show, and the report names it. So are adam's
+parameters judged; its moments do not amplify, and are judged strictly, so that a wrong gradient
+is still caught. Errors that perturbing the inputs does not excite (long sums added up in another
+order) have the tolerance.
 
 A replicated or partly replicated leaf is read from every device: copies that drifted apart are a
 missing all-reduce, and the worst copy counts.
@@ -111,7 +113,7 @@ class NumericsReport:
 
     @property
     def worst(self) -> LeafError | None:
-        """The failed leaf with the largest error, else the largest error; None if no leaf is there."""
+        """The leaf with the largest error, failed ones first; None without any."""
         return max(self.leaves, key=lambda leaf: (not leaf.passed, leaf.error), default=None)
 
     @property
@@ -129,7 +131,8 @@ class NumericsReport:
             + (f", {x.copies} different copies on the devices" if x.copies > 1 else "")
             for x in wrong[:5]
         ]
-        head = f"after {self.steps} steps {len(wrong)} of {len(self.leaves)} leaves differ from the reference:"
+        share = f"{len(wrong)} of {len(self.leaves)} leaves"
+        head = f"after {self.steps} steps {share} differ from the reference:"
         return Failure(
             stage=Stage.PROFILE,
             kind=Kind.NUMERICS,

@@ -1,15 +1,15 @@
 """Fair racing: which candidate has the shortest step, on a machine whose speed drifts.
 
-Pure logic: the clock is behind an injected `run`. In each round every surviving candidate runs once,
-in a fresh random order, so that all share the round's weather; what is compared is the logarithm of
-the ratio of two candidates' times *within a round*. On a shared machine one step varies by 2x, while
-these ratios stay put.
+Pure logic: the clock is behind an injected `run`. In each round every surviving candidate runs
+once, in a fresh random order, so that all share the round's weather; what is compared is the
+logarithm of the ratio of two candidates' times *within a round*. On a shared machine one step
+varies by 2x, while these ratios stay put.
 
 The statistic is Tukey and McLaughlin's (Sankhya A 25, 1963): the 20 %-trimmed mean of the log
 ratios, its standard error from the winsorized variance, Student's t with n - 2g - 1 degrees of
-freedom. One bad round in five moves it little. Known shortcomings: the bound is looked at after every
-round, so over a long race more than 1 % of the drops are by luck; drift within a round is averaged by
-the random order, not removed.
+freedom. One bad round in five moves it little. Known shortcomings: the bound is looked at after
+every round, so over a long race more than 1 % of the drops are by luck; drift within a round is
+averaged by the random order, not removed.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-import scipy.special
+import scipy.special  # type: ignore[import-untyped]
 
 from autoshard.trial import Failure, Kind, Stage
 
@@ -258,7 +258,7 @@ class _Track:
     def _guarded(call: Callable[..., object], *args: object) -> object:
         try:
             return call(*args)
-        except Exception as error:  # noqa: BLE001 - one candidate's trouble must not end the race
+        except Exception as error:  # one candidate's trouble must not end the race
             message = f"{type(error).__name__}: {error}"
             return Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message=message)
 
@@ -279,7 +279,7 @@ def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings) -> bool:
             lane.dropped = round_
             lane.reason = (
                 f"{math.expm1(mean):.1%} slower than {leader.name} in {len(ratios)} rounds, "
-                f"at least {math.expm1(mean - margin):.1%} with {settings.confidence:.0%} confidence"
+                f"at {settings.confidence:.0%} confidence at least {math.expm1(mean - margin):.1%}"
             )
         elif mean + margin > math.log1p(settings.tie):
             tied = False

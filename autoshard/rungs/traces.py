@@ -1,17 +1,17 @@
 """Reads a profiler trace: where the time of each device went.
 
-Two kinds of trace. On CPU every executed operation is an event of the plane "/host:CPU" that names
-its device (stats `device_ordinal` and `hlo_op`, jaxlib 0.10.2 and 0.12.0), whichever thread of the
-shared pool ran it; so the eight fake devices are told apart. On GPU and TPU each device has a plane
-of its own: streams of kernels, or the line "XLA Ops".
+Two kinds of trace. On CPU every executed operation is an event of the plane "/host:CPU" that
+names its device (stats `device_ordinal` and `hlo_op`, jaxlib 0.10.2 and 0.12.0), whichever thread
+of the shared pool ran it; so the eight fake devices are told apart. On GPU and TPU each device
+has a plane of its own: streams of kernels, or the line "XLA Ops".
 
 What the numbers mean, and what they do not:
 - `communication_s` is the time inside collectives that no computation of the same device hides.
-  Waiting for the other devices is part of it, as it is of an NCCL kernel: on CPU nearly all of it is
-  the rendezvous.
-- Fake devices share the machine's cores. An operation's time on CPU includes being descheduled, and a
-  device idles where another has its core; the three numbers of one device say how its step went here,
-  not how fast its work is.
+  Waiting for the other devices is part of it, as it is of an NCCL kernel: on CPU nearly all of it
+  is the rendezvous.
+- Fake devices share the machine's cores. An operation's time on CPU includes being descheduled,
+  and a device idles where another has its core; the three numbers of one device say how its step
+  went here, not how fast its work is.
 - The GPU and TPU parts follow the format's documentation and are tested on made-up traces only.
 """
 
@@ -38,8 +38,8 @@ _DEVICE_PLANE = re.compile(r"^/device:((?:GPU|TPU):\d+)$")
 def read_trace(folder: str, steps: int) -> tuple[DeviceProfile, ...]:
     """Splits the time of each device in a trace of `steps` steps; seconds for one step.
 
-    The three parts of a device add up to the span from the first operation on any device to the last,
-    divided by the steps: so what the host does between steps is idle time.
+    The three parts of a device add up to the span from the first operation on any device to the
+    last, divided by the steps: so what the host does between steps is idle time.
 
     Args:
       folder: what `Bench.trace` returned; of several traces in it the last counts.

@@ -43,7 +43,7 @@ def _answer(request: bytes) -> bytes:
     try:
         function, args = pickle.loads(request)
         return pickle.dumps((True, function(*args)), protocol=5)
-    except Exception as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
+    except Exception as error:  # whatever it was, the parent must hear of it
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-8)}"
         return pickle.dumps((False, text), protocol=5)
 

@@ -33,8 +33,8 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
             seen.add(candidate.layout)
             found.append(Baseline(name=name, candidate=candidate))
 
-    if space.as_written:
-        add("as written", Layout(mesh=space.as_written, as_written=True))
+    if space.written is not None:
+        add("as written", Layout(mesh=space.written.specs.mesh, as_written=True))
     meshes = list(space.meshes)
     flat = meshes[0]
     add("replicated", space.layout(flat, {}, {}))

@@ -1,6 +1,5 @@
 import jax
 import jax.numpy as jnp
-from tests import lowered
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -8,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.compat.executable import compile_module, float_types, has_host_callback
 from autoshard.module import Module
+from tests import lowered
 
 MESH = (("a", 4), ("b", 2))
 

@@ -2,7 +2,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from tests import lowered
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -12,6 +11,7 @@ from autoshard.compat.executable import MemoryUse
 from autoshard.rungs.bench import Bench
 from autoshard.rungs.numerics import NumericsReport
 from autoshard.trial import Failure, Kind, Stage
+from tests import lowered
 
 DATA = (("data", 8),)
 

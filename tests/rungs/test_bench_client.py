@@ -91,7 +91,7 @@ def test_a_failing_reload_is_told_at_its_next_use(child, modules):
 def test_unloading_forgets(child, modules):
     child.load("data", modules["data"])
     child.unload("data")
-    with pytest.raises(KeyError, match="'data' is not loaded; loaded: .*fsdp_tp"):
+    with pytest.raises(KeyError, match=r"'data' is not loaded; loaded: .*fsdp_tp"):
         child.run("data", 1)
 
 

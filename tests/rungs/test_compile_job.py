@@ -4,7 +4,6 @@ import pickle
 
 import jax
 import jax.numpy as jnp
-from tests import lowered
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -20,6 +19,7 @@ from autoshard.rungs.compile_job import (
 )
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings
 from autoshard.trial import Failure, Kind, Stage
+from tests import lowered
 
 CUBE = (("a", 2), ("b", 2), ("c", 2))
 
@@ -82,13 +82,16 @@ def test_rematerialization_warnings_belong_to_their_compile(worker, capfd):
 
 def test_rematerialization_lines_with_and_without_metadata():
     line = (
-        "W1121 00:02:50 4996 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The "
-        "compiler cannot go from sharding {devices=[8,1]<=[8]} to {devices=[1,8]<=[8]} efficiently for "
-        "HLO operation %copy.3 = f32[8,4,16]{2,1,0} copy(%param), sharding={devices=[8,1]<=[8]}%s. As "
-        "the last resort, SPMD will replicate the tensor"
+        "W1121 00:02:50 4996 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. "
+        "The compiler cannot go from sharding {devices=[8,1]<=[8]} to {devices=[1,8]<=[8]} "
+        "efficiently for HLO operation %copy.3 = f32[8,4,16]{2,1,0} copy(%param), "
+        "sharding={devices=[8,1]<=[8]}%s. As the last resort, SPMD will replicate the tensor"
     )
     named = ', metadata={op_name="jit(f)/sin" source_file="m.py" source_line=7}'
-    short = "full rematerialization of copy f32[8,4,16] from {devices=[8,1]<=[8]} to {devices=[1,8]<=[8]}"
+    short = (
+        "full rematerialization of copy f32[8,4,16] "
+        "from {devices=[8,1]<=[8]} to {devices=[1,8]<=[8]}"
+    )
     text = "\n".join(
         [line.replace("%s", ""), "W noise", line.replace("%s", ""), line.replace("%s", named)]
     )

@@ -15,9 +15,8 @@ def plane(name: str, lines: dict[str, list[tuple]], stats: tuple[str, ...] = ())
         text.append(f'lines {{ id: {i} name: "{line}" timestamp_ns: 0')
         for event, begin, duration, values in events:
             at = names.setdefault(event, len(names) + 1)
-            text.append(
-                f"events {{ metadata_id: {at} offset_ps: {begin}000000 duration_ps: {duration}000000"
-            )
+            text.append(f"events {{ metadata_id: {at}")
+            text.append(f"offset_ps: {begin}000000 duration_ps: {duration}000000")
             for stat, value in values.items():
                 kind = "int64_value" if isinstance(value, int) else "str_value"
                 shown = value if isinstance(value, int) else f'"{value}"'

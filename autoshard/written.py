@@ -1,0 +1,123 @@
+"""The step as its author wrote it: with the sharding constraints it has, put on our devices.
+
+Where the author says nothing (the shardings of the state, of the batch) the partitioner is asked
+what the constraints imply.
+"""
+
+import dataclasses
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autoshard.analysis import Analysis
+from autoshard.compat import jaxprs, shardy
+from autoshard.kernels import read_kernels
+from autoshard.layout import Spec
+from autoshard.program import Program
+from autoshard.specs import Specs
+
+MeshShape = tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Written:
+    """The baseline "as written", ready to be judged and lowered.
+
+    Attributes:
+      analysis: of the step with its own constraints; it has no sites.
+      specs: what the constraints imply for inputs and outputs.
+    """
+
+    analysis: Analysis
+    specs: Specs
+
+
+def on_mesh(closed: jaxprs.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> jaxprs.ClosedJaxpr:
+    """The step with every constraint of its own moved to `mesh`, which has the same axis names."""
+    memo: dict[int, jaxprs.Jaxpr] = {}
+
+    def moved(sharding: object) -> object:
+        if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names:
+            return NamedSharding(mesh, sharding.spec)
+        return sharding
+
+    def rewrite(jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
+        if id(jaxpr) in memo:
+            return memo[id(jaxpr)]
+        eqns = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "sharding_constraint":
+                sharding = moved(eqn.params["sharding"])
+                if isinstance(sharding, NamedSharding):
+                    eqn = jaxprs.constraint_equation(
+                        eqn.invars[0], eqn.outvars[0], sharding, "as_written", eqn
+                    )
+            else:
+                eqn = jaxprs.with_inner(eqn, rewrite)
+                if jaxprs.has_shardings(eqn):
+                    eqn = jaxprs.moved_shardings(eqn, moved)
+            eqns.append(eqn)
+        memo[id(jaxpr)] = jaxpr.replace(eqns=eqns)
+        return memo[id(jaxpr)]
+
+    return jaxprs.ClosedJaxpr(rewrite(closed.jaxpr), closed.consts)
+
+
+def analyse_written(
+    program: Program, base: Analysis, mesh: MeshShape, platform: str
+) -> Written:
+    """Analyses the step with its own constraints on a mesh of the author's shape."""
+    assert program.written is not None
+    abstract = jaxprs.abstract_mesh(mesh)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.inputs]
+    closed = on_mesh(program.written, abstract)
+    module = shardy.flatten(shardy.lower_abstract(closed, shapes, platform))
+    shardy.tag(module)
+    attributes = shardy.Attributes(module.context)
+    every_open: list[shardy.Dims] = [tuple(((), True) for _ in x.shape) for x in program.inputs]
+    out_open: list[shardy.Dims] = [tuple(((), True) for _ in x.shape) for x in program.outputs]
+    judged = shardy.judge(module, mesh, every_open, out_open, {}, {}, attributes)
+    names = {name for name, _ in mesh}
+    inputs: list[Spec] = []
+    for leaf, dims in zip(program.inputs, judged.argument_dims, strict=True):
+        # A part of a mesh axis cannot be written as a PartitionSpec: that dimension stays whole.
+        spec = tuple(axes if set(axes) <= names else () for axes in dims)
+        inputs.append(spec if len(spec) == len(leaf.shape) else tuple(() for _ in leaf.shape))
+    count = len(program.state)
+    declared = _declared_by_init(program, mesh, platform)
+    if declared is not None:
+        inputs[:count] = declared
+    analysis = dataclasses.replace(
+        base,
+        module=module,
+        axes=dataclasses.replace(base.axes, sites={}),
+        kernels=read_kernels(module, count, {}),
+        site_of_tag={},
+    )
+    specs = Specs(
+        mesh=mesh,
+        inputs=tuple(inputs),
+        outputs=(*inputs[:count], *(tuple(() for _ in x.shape) for x in program.metrics)),
+        sites={},
+        dropped=(),
+        idle=(),
+    )
+    return Written(analysis=analysis, specs=specs)
+
+
+def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[Spec] | None:
+    """The state's shardings where the author's init() constrains them, None where it does not."""
+    closed = jax.make_jaxpr(lambda: jax.tree.leaves(program.workload.init()))()
+    if not any(e.primitive.name == "sharding_constraint" for e in jaxprs.equations(closed.jaxpr)):
+        return None
+    moved = on_mesh(closed, jaxprs.abstract_mesh(mesh))
+    module = shardy.flatten(shardy.lower_abstract(moved, [], platform))
+    shardy.tag(module)
+    out: list[shardy.Dims] = [tuple(((), True) for _ in x.shape) for x in program.state]
+    judged = shardy.judge(module, mesh, [], out, {}, {}, shardy.Attributes(module.context))
+    names = {name for name, _ in mesh}
+    return [
+        tuple(axes if set(axes) <= names else () for axes in dims) for dims in judged.result_dims
+    ]
+
+
