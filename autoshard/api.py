@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from autoshard.budget import Budget, Callback
 from autoshard.calibrate import calibrated
-from autoshard.driver import Driver, Found, Subject
+from autoshard.driver import Found, Subject, run_search
 from autoshard.errors import NoPlanError
 from autoshard.journal import Journal, opened
 from autoshard.no_plan import why_no_plan
@@ -72,12 +72,13 @@ def search(
     if not 0 <= memory_headroom < 1:
         raise ValueError(f"memory_headroom must be in [0, 1), got {memory_headroom}")
     target = find_target(mesh, memory_bytes)
+    limit = int(target.memory_bytes * (1 - memory_headroom))
     with opened(journal) as log:
         programs, notes = trace_all(model_fn, knobs, keep_constraints)
         subjects = [make_subject(p, target, mesh_shape, fix) for p in programs]
         constants = calibrated(target, calibration)
         folder = log.path.parent if log.path is not None else None
-        found = Driver(
+        found = run_search(
             subjects,
             target,
             constants,
@@ -87,10 +88,9 @@ def search(
             strategy=strategy,
             seed=seed,
             callbacks=callbacks,
-            memory_headroom=memory_headroom,
+            limit_bytes=limit,
             folder=pathlib.Path(folder).absolute() if folder is not None else None,
-        ).run()
-    limit = int(target.memory_bytes * (1 - memory_headroom))
+        )
     if not found.ranking:
         raise NoPlanError(why_no_plan(found, subjects, target, limit))
     return _plan(found, subjects, target, limit, tuple(notes), constants.digest)

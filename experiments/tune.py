@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
             seed=_SEED.value,
             callbacks=(_show_on(progress),),
         )
-    console.print(str(plan), markup=False, highlight=False)
+    console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     plan.save(str(run / "plan.json"))
 
     if _STEPS.value:
@@ -92,13 +92,13 @@ def main(argv: list[str]) -> None:
             evaluation=training.Evaluation(
                 metrics=task.evaluate, batches=tuple(held_out), every=max(1, _STEPS.value // 4)
             ),
-            log=lambda line: console.print(line, markup=False, highlight=False),
+            log=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
             checkpoint_folder=run / "checkpoints" if _CHECKPOINT.value else None,
         )
         lines = [json.dumps(dataclasses.asdict(line)) for line in history]
         (run / "training.jsonl").write_text("\n".join(lines) + "\n")
 
-    console.print(f"\nEverything is in {run.resolve()}:", highlight=False)
+    console.print(f"\nEverything is in {run.resolve()}:", highlight=False, soft_wrap=True)
     for path in sorted(run.iterdir()):
         console.print(f"  {path.name}{'/' if path.is_dir() else ''}", highlight=False)
 

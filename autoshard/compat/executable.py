@@ -155,7 +155,7 @@ class Executable:
 
 
 def _part(value: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-    """A copy of one shard: the CPU client would otherwise run on the caller's own memory."""
+    """A copy of one shard: the CPU client would otherwise keep the caller's own memory."""
     return np.array(value[index])
 
 

@@ -18,7 +18,10 @@ def explain(plan: "Plan") -> str:
     others = [
         t
         for t in evidence.trials
-        if t.baseline and t.candidate != winner.candidate and t.estimate and t.failure is None
+        if t.baseline
+        and t.candidate != winner.candidate
+        and t.failure is None
+        and isinstance(t.compiled if winner.compiled else t.propagated, Estimate)
     ]
     named = f" (it is the baseline {winner.baseline!r})" if winner.baseline else ""
     if not plan.layout.mesh:

@@ -9,7 +9,7 @@ import jax
 
 from autoshard.compat.executable import MemoryUse, compile_module
 from autoshard.module import Module
-from autoshard.rungs import worker_main
+from autoshard.rungs import worker as worker_module
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
 from autoshard.trial import Failure, Stage
@@ -84,9 +84,9 @@ def _compile(module: Module) -> CompileResult | Failure:
 
 def _written_since(offset: int) -> str:
     """What this worker wrote to stderr from `offset` bytes on; "" outside a worker."""
-    if worker_main.log_path is None:
+    if worker_module.log_path is None:
         return ""
-    with open(worker_main.log_path, "rb") as file:
+    with open(worker_module.log_path, "rb") as file:
         file.seek(offset)
         return file.read().decode(errors="replace")
 

@@ -9,7 +9,7 @@ from autoshard.module import Module
 from autoshard.rungs.bench import Benches
 from autoshard.rungs.race import RaceSettings, race
 from autoshard.rungs.traces import read_trace
-from autoshard.trial import DeviceProfile, Failure, Kind, Measurement, Stage
+from autoshard.trial import DeviceProfile, Failure, Measurement
 
 _TRACED_STEPS = 2
 
@@ -23,6 +23,7 @@ class Finalist:
       module: the program that will run.
       peak_bytes: what it needs on a device, from rung 2.
       reference: name of the unsharded program of the same knobs, "" to leave numerics unchecked.
+      checked: an earlier measurement whose numerics check stands, None if there is none.
       traced: whether the profiler runs on it once it has been measured.
     """
 
@@ -30,6 +31,7 @@ class Finalist:
     module: Module
     peak_bytes: int
     reference: str
+    checked: Measurement | None
     traced: bool
 
 
@@ -38,7 +40,7 @@ class Judged:
     """What rung 3 says of the finalists.
 
     Attributes:
-      outcomes: name -> measurement or failure, for all of them.
+      outcomes: name -> measurement or failure; those the budget left no time for are left out.
       ranking: names of those that may win, best first.
       why_it_ended: from the race.
     """
@@ -58,7 +60,7 @@ def judge(
     memory_bytes: int,
     settings: RaceSettings,
     should_stop: Callable[[], bool] = lambda: False,
-    on_progress: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[int, str], None] = lambda done, text: None,
 ) -> Judged:
     """Checks each finalist's numerics, races those that pass, traces those that are to be traced.
 
@@ -70,13 +72,20 @@ def judge(
     checked: dict[str, tuple[str, float | None, str]] = {}
     usable: dict[str, str] = {}
     for name, module in references.items():
-        on_progress(f"loading the unsharded step {name}")
+        on_progress(0, "loading the unsharded step")
         loaded = bench.load(name, module)
         usable[name] = name if not isinstance(loaded, Failure) else ""
     for finalist in finalists:
         if should_stop() and checked:
             break
-        on_progress(f"checking the numerics of {finalist.name}")
+        if (earlier := finalist.checked) is not None:
+            checked[finalist.name] = (
+                earlier.numerics,
+                earlier.numerics_error,
+                earlier.numerics_where,
+            )
+            continue
+        on_progress(len(checked) + len(outcomes), f"checking the numerics of {finalist.name}")
         loaded = bench.load(finalist.name, finalist.module)
         if isinstance(loaded, Failure):
             outcomes[finalist.name] = loaded
@@ -106,7 +115,7 @@ def judge(
         bench.unload(name)
     racing = [f for f in finalists if f.name in checked]
     by_name = {f.name: f for f in finalists}
-    on_progress(f"racing {len(racing)} programs")
+    on_progress(0, f"racing {len(racing)} programs")
     result = race(
         [f.name for f in racing],
         bench.run,
@@ -119,18 +128,15 @@ def judge(
         memory_bytes=memory_bytes,
     )
     for runner in result.runners:
-        if runner.failure is not None or not runner.samples_s:
-            outcomes[runner.name] = runner.failure or Failure(
-                stage=Stage.PROFILE,
-                kind=Kind.TIMEOUT,
-                message="the budget ended before it was measured",
-            )
+        if runner.failure is not None:
+            outcomes[runner.name] = runner.failure
+        if not runner.samples_s or runner.failure is not None:
             continue
         kind, error, where = checked[runner.name]
         devices: tuple[DeviceProfile, ...] = ()
         trace = ""
         if by_name[runner.name].traced and not should_stop():
-            on_progress(f"tracing {runner.name}")
+            on_progress(len(outcomes), f"tracing {runner.name}")
             bench.load(runner.name, by_name[runner.name].module)
             devices, trace = _trace(bench, runner.name, folder)
         outcomes[runner.name] = Measurement(
@@ -145,14 +151,7 @@ def judge(
         )
     for finalist in finalists:
         bench.unload(finalist.name)
-        outcomes.setdefault(
-            finalist.name,
-            Failure(
-                stage=Stage.PROFILE,
-                kind=Kind.TIMEOUT,
-                message="the budget ended before it was measured",
-            ),
-        )
+    on_progress(len(outcomes), "measured")
     ranking = tuple(n for n in result.ranking if isinstance(outcomes.get(n), Measurement))
     return Judged(outcomes=outcomes, ranking=ranking, why_it_ended=result.ended)
 

@@ -28,6 +28,9 @@ from autoshard.trial import Failure, Kind, Stage
 
 T = TypeVar("T")
 
+log_path: str | None = None
+"""In a worker the file behind its stdout and stderr; None in every other process."""
+
 LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 20
 _TAIL_LINES = 12

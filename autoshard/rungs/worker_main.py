@@ -1,7 +1,8 @@
 """What a worker process runs: read a request, call it, answer, until the pipe closes.
 
 Started by `autoshard.rungs.worker` only, with: request fd, answer fd, parent pid, platform,
-CPU device count, and the file that its output goes to.
+CPU device count, and the file that its output goes to. Nothing may import this module: it runs as
+`__main__`, and would be there twice.
 """
 
 import os
@@ -12,10 +13,8 @@ import time
 import traceback
 from typing import BinaryIO
 
+from autoshard.rungs import worker
 from autoshard.rungs.worker import LENGTH
-
-log_path: str | None = None
-"""The file behind this process's stdout and stderr; None in any process that is not a worker."""
 
 
 def main(argv: list[str]) -> None:
@@ -24,9 +23,7 @@ def main(argv: list[str]) -> None:
     for fd in (int(request_fd), int(answer_fd)):
         os.set_inheritable(fd, False)
     threading.Thread(target=_die_with, args=(int(parent),), daemon=True).start()
-    import autoshard.rungs.worker_main as module
-
-    module.log_path = path  # this file runs as __main__; jobs import it by its own name
+    worker.log_path = path
     import jax
 
     jax.config.update("jax_platforms", platform)

@@ -10,6 +10,7 @@ from autoshard.module import Module
 from tests import lowered
 
 MESH = (("a", 4), ("b", 2))
+DATA = (("data", 8),)
 
 
 def odd_leaves() -> tuple[dict, dict]:
@@ -94,15 +95,25 @@ def test_place_keeps_64_bit_values():
         assert i64.dtype == np.int64 and np.asarray(i64)[0] == 2**40 + 1
 
 
+def test_placed_arrays_have_memory_of_their_own():
+    raw = np.zeros(4 * 4096 + 64, np.uint8)
+    start = -raw.ctypes.data % 64  # aligned, so that the CPU client could keep it
+    value = raw[start : start + 4 * 4096].view(np.float32)
+    sharding = NamedSharding(lowered.make_mesh(DATA), P())
+    module = lowered.lower(lambda s: (s + 1, {}), (value,), (sharding,), DATA, 1)
+    (array,) = compile_module(module, jax.devices()).place([value])
+    value[:] = 7
+    np.testing.assert_array_equal(np.asarray(array), np.zeros(4096))
+
+
 def test_memory_and_hlo_are_those_of_jit():
-    mesh = (("data", 8),)
-    over = NamedSharding(lowered.make_mesh(mesh), P("data"))
+    over = NamedSharding(lowered.make_mesh(DATA), P("data"))
 
     def step(state, x):
         return state + (x @ state.T).T @ x, {}
 
     args = (np.zeros((64, 32), np.float32), np.ones((64, 32), np.float32))
-    module = lowered.lower(step, args, (over, over), mesh, 1)
+    module = lowered.lower(step, args, (over, over), DATA, 1)
     executable = compile_module(module, jax.devices())
     jitted = jax.jit(step, in_shardings=over, out_shardings=(over, {}), donate_argnums=0)
     stats = jitted.lower(*args).compile().memory_analysis()

@@ -88,6 +88,7 @@ def test_correct_programs_pass(bench, name):
     count = len(jax.tree.leaves(lowered.init_state()))
     assert (len(report.state), len(report.metrics)) == (count, 2)
     assert 0 < report.worst.error < 1e-4 or name == "reference"
+    assert bench._entries[name].state is None, "it starts again"
 
 
 def test_the_key_bias_is_known_as_noise(bench):

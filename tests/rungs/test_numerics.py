@@ -87,6 +87,23 @@ def test_sign_like_updates_of_noise_pass_and_wrong_ones_do_not():
     assert not error_of(run(nearby, BATCHES, scale=8e-3), ref).passed
 
 
+def test_a_rare_flip_passes_where_more_rounding_would_flip_some():
+    """One update in 200 hangs on the last bits of its gradient; the noise run happens to miss it."""
+    update = np.full(200, 1e-3, np.float32)
+
+    def run(state, batches):
+        moved = abs(float(state[0][0] / START[0][0]) - 1) > 1e-5
+        return trajectory(state[0] + np.where(np.arange(200) == 5, -1 if moved else 1, 1) * update)
+
+    flipped = update.copy()
+    flipped[9] *= -1
+    leaf = error_of(trajectory(START[0] + flipped), against(run))
+    assert leaf.passed and leaf.noisy
+    assert not error_of(trajectory(START[0] + flipped), against(adding(update))).passed
+    half = np.where(np.arange(200) < 100, -update, update)
+    assert not error_of(trajectory(START[0] + half), against(run)).passed
+
+
 def test_the_worst_copy_counts():
     change = np.full(200, 1e-3, np.float32)
     ref = against(adding(change))

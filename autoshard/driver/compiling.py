@@ -1,0 +1,153 @@
+"""Rung 2 of a search: rows compiled in worker processes, or here for live accelerators."""
+
+import concurrent.futures
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+from autoshard.compat.executable import compile_module
+from autoshard.cost import CostModel
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.hlo import HloError
+from autoshard.module import Module
+from autoshard.rungs.compile import estimate_of
+from autoshard.rungs.compile_job import CompileRequest, CompileResult, compile_in_process
+from autoshard.rungs.failures import failure_of
+from autoshard.trial import Estimate, Failure, Kind, Stage
+
+
+class Compiling:
+    """Compiles rows of a ledger.
+
+    Attributes:
+      count: rows that were given to the compiler, answers from the journal included.
+    """
+
+    def __init__(self, ledger: Ledger, executor: concurrent.futures.Executor | None):
+        self.count = 0
+        self._ledger = ledger
+        self._executor = executor
+        self._cost = CostModel(ledger.constants)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Makes the executor, where the user gave none; ends it and its workers."""
+        if self._executor is not None or self._ledger.target.platform != "cpu":
+            yield
+            return
+        workers = min(2, os.cpu_count() or 1)
+        pool = concurrent.futures.ThreadPoolExecutor(workers, "autoshard-compile")
+        self._executor = pool
+        try:
+            yield
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
+
+    def compile(self, indices: list[int], share: float) -> None:
+        """Compiles rows; those in the journal are not compiled again.
+
+        Args:
+          share: part of the budget's seconds after which no further row is begun, except the first.
+        """
+        ledger, total = self._ledger, self._ledger.budget.compiles
+        waiting: dict[concurrent.futures.Future[CompileResult | Failure], tuple[Row, str]] = {}
+        for i in indices:
+            if self.count and ledger.late(share):
+                break
+            self.count += 1
+            row = ledger.rows[i]
+            key = self.key(row)
+            found = ledger.journal.find(key)
+            if isinstance(found, (Estimate, Failure)):
+                row.compiled = found
+                continue
+            if self._executor is None and ledger.journal.attempts(key) > 1:
+                self._record(row, key, _crashed())
+                continue
+            ledger.tell(Stage.COMPILE, self.count - len(waiting), total, "lowering")
+            module = ledger.module_of(row)
+            if isinstance(module, Failure):
+                self._record(row, key, module)
+                continue
+            ledger.journal.started(key, ledger.note("compile", row))
+            if self._executor is None:
+                self._record(row, key, self._priced(row, module, self._compile_here(module)))
+                continue
+            request = CompileRequest(
+                module=module,
+                time_limit_s=ledger.budget.compile_seconds,
+                settings=ledger.settings("compile"),
+            )
+            waiting[self._executor.submit(compile_in_process, request)] = (row, key)
+        for done, future in enumerate(concurrent.futures.as_completed(waiting), 1):
+            row, key = waiting[future]
+            result = _result_of(future)
+            module = ledger.module_of(row)
+            assert isinstance(module, Module)
+            self._record(row, key, self._priced(row, module, result))
+            ledger.tell(
+                Stage.COMPILE, self.count - len(waiting) + done, total, "compiling candidates"
+            )
+
+    def key(self, row: Row) -> str:
+        target = self._ledger.target
+        return self._ledger.key(
+            "compile",
+            self._ledger.subject_of(row),
+            row.candidate,
+            platform=target.platform,
+            device=target.device_kind,
+        )
+
+    def _compile_here(self, module: Module) -> CompileResult | Failure:
+        """Live accelerators: this process holds them, so it compiles."""
+        start = time.perf_counter()
+        try:
+            executable = compile_module(module, self._ledger.target.devices)
+        except (RuntimeError, NotImplementedError) as error:
+            return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
+        return CompileResult(
+            memory=executable.memory,
+            hlo_text=executable.hlo_text,
+            warnings=(),
+            elapsed_s=time.perf_counter() - start,
+        )
+
+    def _priced(
+        self, row: Row, module: Module, result: CompileResult | Failure
+    ) -> Estimate | Failure:
+        if isinstance(result, Failure):
+            return result
+        dropped = row.propagated.dropped if isinstance(row.propagated, Estimate) else ()
+        try:
+            return estimate_of(module, result, self._cost, dropped)
+        except HloError as error:
+            return Failure(
+                stage=Stage.COMPILE,
+                kind=Kind.UNSUPPORTED,
+                message=f"cannot read the compiled program: {error}",
+                elapsed_s=result.elapsed_s,
+            )
+
+    def _record(self, row: Row, key: str, outcome: Estimate | Failure) -> None:
+        row.compiled = outcome
+        self._ledger.journal.add(key, outcome, self._ledger.note("compile", row))
+
+
+def _result_of(
+    future: concurrent.futures.Future[CompileResult | Failure],
+) -> CompileResult | Failure:
+    try:
+        return future.result()
+    except Exception as error:  # the user's executor lost its worker: that costs one candidate
+        return failure_of(error, Stage.COMPILE, 0.0)
+
+
+def _crashed() -> Failure:
+    return Failure(
+        stage=Stage.COMPILE,
+        kind=Kind.CRASH,
+        message="the process died twice while compiling this program",
+    )

@@ -1,0 +1,180 @@
+"""The ledger of one search: its rows, its journal, its clock, and what it tells the callbacks."""
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+
+from autoshard.analysis import Analysis
+from autoshard.budget import Budget, Callback, Event
+from autoshard.compat.versions import versions
+from autoshard.cost import MODEL_REVISION, Constants, Correction
+from autoshard.journal import Journal, key_of
+from autoshard.layout import Candidate, Layout
+from autoshard.lowering import lower_step
+from autoshard.module import Module
+from autoshard.rungs.failures import failure_of
+from autoshard.rungs.worker import WorkerSettings
+from autoshard.space import Space
+from autoshard.target import Target
+from autoshard.trial import Estimate, Failure, Measurement, Stage, Trial
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One value of the knobs: its analysis and the space of its layouts."""
+
+    analysis: Analysis
+    space: Space
+
+    def analysis_for(self, layout: Layout) -> Analysis:
+        """What a layout is judged and lowered with: the step as written has its own analysis."""
+        if layout.as_written and self.space.written is not None:
+            return self.space.written.analysis
+        return self.analysis
+
+
+@dataclasses.dataclass(slots=True)
+class Row:
+    """A trial in the making.
+
+    Attributes:
+      subject: index of its subject.
+      program: equal for rows that put the same shardings everywhere.
+      module: the lowered program, once it was needed.
+    """
+
+    subject: int
+    candidate: Candidate
+    baseline: str
+    program: object
+    propagated: Estimate | Failure
+    compiled: Estimate | Failure | None = None
+    profiled: Measurement | Failure | None = None
+    module: Module | None = None
+
+    def trial(self) -> Trial:
+        return Trial(
+            candidate=self.candidate,
+            propagated=self.propagated,
+            compiled=self.compiled,
+            profiled=self.profiled,
+            baseline=self.baseline,
+        )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Ledger:
+    """What all parts of a search share. Only the driver's modules write to it.
+
+    Attributes:
+      limit_bytes: what a device may use, headroom taken off.
+      folder: for workers and traces.
+      correction: what measurements taught of rung 1.
+      ended: why the search ended.
+    """
+
+    subjects: Sequence[Subject]
+    target: Target
+    constants: Constants
+    budget: Budget
+    journal: Journal
+    callbacks: Sequence[Callback]
+    seed: int
+    limit_bytes: int
+    folder: pathlib.Path
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    correction: Correction = dataclasses.field(default_factory=Correction)
+    ended: str = "finished"
+    elapsed_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    start_s: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def subject_of(self, row: Row) -> Subject:
+        return self.subjects[row.subject]
+
+    def late(self, share: float) -> bool:
+        """Whether that share of the budget's seconds is spent."""
+        limit = self.budget.seconds
+        late = limit is not None and time.perf_counter() - self.start_s > share * limit
+        if late and share == 1.0:
+            self.ended = "out of time"
+        return late
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time inside to what rung `name` cost."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.elapsed_s[name] = self.elapsed_s.get(name, 0.0) + time.perf_counter() - start
+
+    def tell(self, stage: Stage, done: int, total: int, text: str) -> None:
+        """Tells the callbacks where the search is."""
+        measured = self.measured()
+        best = self.time_of(measured[0]) if measured else None
+        if best is None:
+            times = [r.propagated.time_s for r in self.rows if isinstance(r.propagated, Estimate)]
+            best = min(times, default=None)
+        event = Event(stage=stage, done=done, total=total, text=text, best_s=best)
+        for callback in self.callbacks:
+            callback(event)
+
+    def measured(self) -> list[int]:
+        """Measured rows, fastest median first."""
+        timed = [i for i, row in enumerate(self.rows) if isinstance(row.profiled, Measurement)]
+        return sorted(timed, key=lambda i: (self.time_of(i), i))
+
+    def time_of(self, index: int) -> float:
+        """Median of a measured row, seconds."""
+        outcome = self.rows[index].profiled
+        return outcome.median_s if isinstance(outcome, Measurement) else float("inf")
+
+    def fitting(self, indices: Sequence[int]) -> list[int]:
+        """Those whose compiled peak is within the limit."""
+        return [
+            i
+            for i in indices
+            if isinstance(compiled := self.rows[i].compiled, Estimate)
+            and compiled.peak_memory_bytes <= self.limit_bytes
+        ]
+
+    def module_of(self, row: Row) -> Module | Failure:
+        """The program of a row, lowered once."""
+        if row.module is None:
+            subject = self.subject_of(row)
+            start = time.perf_counter()
+            try:
+                layout = row.candidate.layout
+                row.module = lower_step(
+                    subject.analysis_for(layout), subject.space.specs(layout), self.target
+                )
+            except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+                return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
+        return row.module
+
+    def settings(self, name: str) -> WorkerSettings:
+        """How to start the worker process called `name`."""
+        return WorkerSettings(
+            platform=self.target.platform,
+            device_count=self.target.device_count,
+            folder=str(self.folder / "workers" / name),
+        )
+
+    def key(self, rung: str, subject: Subject, candidate: Candidate, **more: object) -> str:
+        """The journal's key: everything an answer of a rung depends on."""
+        return key_of(
+            rung=rung,
+            revision=MODEL_REVISION,
+            program=subject.analysis.digest,
+            candidate=candidate.to_json(),
+            constants=self.constants.digest,
+            leaves=subject.space.fixed_leaves,
+            versions=versions(),
+            **more,
+        )
+
+    def note(self, rung: str, row: Row) -> dict[str, object]:
+        """What a journal line says beside key and outcome, for people and reports."""
+        return {"rung": rung, "baseline": row.baseline, "candidate": row.candidate.to_json()}

@@ -1,0 +1,174 @@
+"""Rung 3 of a search: finalists raced on the devices, in a child process where they are CPUs."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.lowering import lower_init, lower_unsharded
+from autoshard.module import Module
+from autoshard.program import sample_batch
+from autoshard.rungs import profile
+from autoshard.rungs.bench import Bench, Benches
+from autoshard.rungs.bench_client import ChildBench
+from autoshard.rungs.race import RaceSettings
+from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
+
+_BATCHES = 2
+
+
+@contextlib.contextmanager
+def opened_bench(ledger: Ledger) -> Iterator[Benches]:
+    """What measures: this process for accelerators, a child that can be killed for CPUs."""
+    if ledger.target.platform != "cpu":
+        yield Bench(ledger.target.devices)
+        return
+    child = ChildBench(
+        ledger.settings("measure"), time_limit_s=ledger.budget.measure_seconds
+    )
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+class Measuring:
+    """Measures rows of a ledger in waves.
+
+    Attributes:
+      ranking: rows that may be planned, best first: the survivors of the last race in its order,
+        then the others by their own times.
+    """
+
+    def __init__(self, ledger: Ledger, compile_key: Callable[[Row], str]):
+        self.ranking: tuple[int, ...] = ()
+        self._ledger = ledger
+        self._compile_key = compile_key
+
+    def measure(self, bench: Benches, indices: Sequence[int], wave: str, rounds: int) -> None:
+        """Races rows against each other; a wave that the journal holds whole is not run again."""
+        ledger = self._ledger
+        if not indices:
+            return
+        keys = {i: self._key(ledger.rows[i], wave) for i in indices}
+        found = {i: ledger.journal.find(key) for i, key in keys.items()}
+        if all(isinstance(f, (Measurement, Failure)) for f in found.values()):
+            for i, outcome in found.items():
+                assert isinstance(outcome, (Measurement, Failure))
+                ledger.rows[i].profiled = outcome
+            self._rank(sorted(indices, key=ledger.time_of))
+            return
+        ranked: list[int] = []
+        # Programs with one kind of state and batch start from the same values.
+        groups: dict[object, list[int]] = {}
+        for i in indices:
+            program = ledger.subject_of(ledger.rows[i]).analysis.program
+            groups.setdefault((program.state, program.state_tree, program.batch), []).append(i)
+        for group in groups.values():
+            ranked += self._race(bench, group, wave, rounds, keys)
+        if len(groups) > 1:
+            ranked.sort(key=ledger.time_of)
+        self._rank(ranked)
+
+    def _race(
+        self, bench: Benches, group: list[int], wave: str, rounds: int, keys: dict[int, str]
+    ) -> list[int]:
+        ledger = self._ledger
+        program = ledger.subject_of(ledger.rows[group[0]]).analysis.program
+        bench.set_inputs(
+            lower_init(program, ledger.target),
+            [sample_batch(program, ledger.seed + k) for k in range(_BATCHES)],
+        )
+        references: dict[str, Module] = {}
+        finalists: list[profile.Finalist] = []
+        names: dict[str, int] = {}
+        for i in group:
+            row = ledger.rows[i]
+            if ledger.target.platform != "cpu" and ledger.journal.attempts(keys[i]) > 1:
+                row.profiled = _crashed()
+                ledger.journal.add(keys[i], row.profiled, ledger.note("profile", row))
+                continue
+            module = ledger.module_of(row)
+            compiled = row.compiled
+            assert isinstance(module, Module) and isinstance(compiled, Estimate)
+            reference = f"reference {row.subject}"
+            if reference not in references:
+                subject = ledger.subject_of(row)
+                references[reference] = lower_unsharded(subject.analysis.program, ledger.target)
+            name = f"{row.baseline or 'candidate'} {i}"
+            names[name] = i
+            checked = row.profiled if isinstance(row.profiled, Measurement) else None
+            finalists.append(
+                profile.Finalist(
+                    name=name,
+                    module=module,
+                    peak_bytes=compiled.peak_memory_bytes,
+                    reference=reference,
+                    checked=checked,
+                    traced=wave == "final",
+                )
+            )
+            ledger.journal.started(keys[i], {"wave": wave, **ledger.note("profile", row)})
+        total = len(finalists)
+        needed = {f.reference for f in finalists if f.checked is None}
+        judged = profile.judge(
+            bench,
+            finalists,
+            {name: module for name, module in references.items() if name in needed},
+            seed=ledger.seed,
+            folder=str(ledger.folder / "traces"),
+            memory_bytes=ledger.target.memory_bytes,
+            settings=RaceSettings(max_rounds=rounds),
+            should_stop=lambda: ledger.late(1.0),
+            on_progress=lambda done, text: ledger.tell(Stage.PROFILE, done, total, text),
+        )
+        for name, outcome in judged.outcomes.items():
+            row = ledger.rows[names[name]]
+            row.profiled = _joined(row.profiled, outcome)
+            ledger.journal.add(
+                keys[names[name]], row.profiled, {"wave": wave, **ledger.note("profile", row)}
+            )
+        return [names[n] for n in judged.ranking]
+
+    def _key(self, row: Row, wave: str) -> str:
+        ledger = self._ledger
+        return ledger.key(
+            "profile",
+            ledger.subject_of(row),
+            row.candidate,
+            wave=wave,
+            compiled=self._compile_key(row),
+            host=os.uname().nodename,
+            devices=[str(d) for d in ledger.target.devices],
+            seed=ledger.seed,
+        )
+
+    def _rank(self, ranked: Sequence[int]) -> None:
+        ok = [i for i in ranked if isinstance(self._ledger.rows[i].profiled, Measurement)]
+        self.ranking = (*ok, *(i for i in self._ledger.measured() if i not in set(ok)))
+
+
+def _joined(
+    earlier: Measurement | Failure | None, later: Measurement | Failure
+) -> Measurement | Failure:
+    """Samples of two races of one program, kept together; a later failure stands."""
+    if not isinstance(earlier, Measurement) or not isinstance(later, Measurement):
+        return later
+    offset = max(earlier.rounds, default=-1) + 1
+    return dataclasses.replace(
+        later,
+        samples_s=earlier.samples_s + later.samples_s,
+        rounds=earlier.rounds + tuple(r + offset for r in later.rounds),
+        devices=later.devices or earlier.devices,
+        trace=later.trace or earlier.trace,
+        elapsed_s=earlier.elapsed_s + later.elapsed_s,
+    )
+
+
+def _crashed() -> Failure:
+    return Failure(
+        stage=Stage.PROFILE,
+        kind=Kind.CRASH,
+        message="the process died twice while measuring this program",
+    )

@@ -1,0 +1,93 @@
+"""Which rows of a search go on to the next rung."""
+
+from collections.abc import Sequence
+
+from autoshard import promote
+from autoshard.driver.ledger import Ledger
+from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
+
+
+def baseline_rows(ledger: Ledger) -> list[int]:
+    """Of each baseline the fastest that may fit, over knobs and meshes; fastest first."""
+    best: dict[str, int] = {}
+    factor = lower_bound(ledger)
+    for i, row in enumerate(ledger.rows):
+        estimate = row.propagated
+        if not row.baseline or not isinstance(estimate, Estimate):
+            continue
+        if promote.surely_too_large(estimate, ledger.limit_bytes, factor):
+            row.compiled = _too_large(estimate, ledger.limit_bytes)
+            continue
+        other = best.get(row.baseline)
+        if other is None or estimate.time_s < _propagated(ledger, other).time_s:
+            best[row.baseline] = i
+    return sorted(best.values(), key=lambda i: _propagated(ledger, i).time_s)
+
+
+def promoted(ledger: Ledger, count: int, taken: Sequence[int]) -> list[int]:
+    """The `count` most promising rows that have not gone on yet."""
+    entries = [
+        promote.Entry(
+            index=i,
+            estimate=row.propagated,
+            family=(row.candidate.knobs, tuple(axis for axis, _ in row.candidate.layout.compute)),
+            program=row.program,
+        )
+        for i, row in enumerate(ledger.rows)
+        if isinstance(row.propagated, Estimate)
+    ]
+    done = [e for e in entries if e.index in set(taken) or ledger.rows[e.index].compiled]
+    chosen = promote.promote(
+        entries, count, ledger.correction, ledger.limit_bytes, lower_bound(ledger), done
+    )
+    return [e.index for e in chosen]
+
+
+def learn(ledger: Ledger) -> None:
+    """Takes from the measurements how far rung 1 is off."""
+    pairs = [
+        (row.propagated, row.profiled)
+        for row in ledger.rows
+        if isinstance(row.propagated, Estimate) and isinstance(row.profiled, Measurement)
+    ]
+    if pairs:
+        ledger.correction = promote.learn(pairs)
+
+
+def lower_bound(ledger: Ledger) -> float:
+    return promote.lower_bound_factor(_pairs(ledger))
+
+
+def false_rejections(ledger: Ledger) -> int:
+    """Candidates that rung 1 would have rejected untaught, and that rung 2 found to fit."""
+    return sum(
+        promote.surely_too_large(a, ledger.limit_bytes, promote.DEFAULT_LOWER_BOUND)
+        and b.peak_memory_bytes <= ledger.limit_bytes
+        for a, b in _pairs(ledger)
+    )
+
+
+def _pairs(ledger: Ledger) -> list[tuple[Estimate, Estimate]]:
+    return [
+        (row.propagated, row.compiled)
+        for row in ledger.rows
+        if isinstance(row.propagated, Estimate) and isinstance(row.compiled, Estimate)
+    ]
+
+
+def _propagated(ledger: Ledger, index: int) -> Estimate:
+    found = ledger.rows[index].propagated
+    assert isinstance(found, Estimate)
+    return found
+
+
+def _too_large(estimate: Estimate, limit_bytes: int) -> Failure:
+    return Failure(
+        stage=Stage.PROPAGATE,
+        kind=Kind.OOM,
+        message=(
+            f"needs {estimate.peak_memory_bytes / 2**20:.1f} MiB a device, the limit is"
+            f" {limit_bytes / 2**20:.1f} MiB"
+        ),
+        missing_bytes=max(estimate.peak_memory_bytes, estimate.state_bytes) - limit_bytes,
+    )

@@ -1,0 +1,91 @@
+"""Rung 1 of a search: the baselines, then what the strategies ask for, each judged and recorded."""
+
+from autoshard.cost import CostModel
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.layout import Candidate
+from autoshard.rungs.propagate import Propagator
+from autoshard.space import Space
+from autoshard.strategy import Beam, Exhaustive, Seen, Strategy, baselines
+from autoshard.trial import Estimate, Failure, Stage
+
+
+def propagate_all(ledger: Ledger, strategy: Strategy | None, share: float) -> None:
+    """Judges candidates until the strategies or the budget end.
+
+    Args:
+      strategy: for every subject; default exhaustive where the space is small, else beam.
+      share: part of the budget's seconds that rung 1 may take.
+    """
+    _Propagation(ledger, strategy).run(share)
+
+
+class _Propagation:
+    def __init__(self, ledger: Ledger, strategy: Strategy | None):
+        self._ledger = ledger
+        self._cost = CostModel(ledger.constants)
+        self._propagators = [Propagator(s.analysis) for s in ledger.subjects]
+        self._histories: list[list[Seen]] = [[] for _ in ledger.subjects]
+        self._known: dict[object, Estimate | Failure] = {}
+        self._strategies = [strategy or self._default(s.space) for s in ledger.subjects]
+
+    def _default(self, space: Space) -> Strategy:
+        if space.size() <= self._ledger.budget.candidates // len(self._ledger.subjects):
+            return Exhaustive()
+        return Beam(self._ledger.limit_bytes)
+
+    def run(self, share: float) -> None:
+        ledger, limit = self._ledger, self._ledger.budget.candidates
+        ledger.tell(Stage.PROPAGATE, 0, limit, "judging the baselines")
+        for i, subject in enumerate(ledger.subjects):
+            for baseline in baselines(subject.space):
+                self._judge(i, baseline.candidate, baseline.name)
+        live = list(range(len(ledger.subjects)))
+        while live and len(ledger.rows) < limit:
+            # The subject that is furthest behind goes next, so that knobs share the budget.
+            i = min(live, key=lambda k: (len(self._histories[k]), k))
+            asked = self._strategies[i].ask(
+                ledger.subjects[i].space, ledger.seed, tuple(self._histories[i])
+            )
+            if not asked:
+                live.remove(i)
+                continue
+            for candidate in asked:
+                if len(ledger.rows) >= limit or ledger.late(share):
+                    live = []
+                    break
+                self._judge(i, candidate, "")
+            ledger.journal.sync()
+        ledger.tell(Stage.PROPAGATE, len(ledger.rows), limit, "layouts judged")
+
+    def _judge(self, index: int, candidate: Candidate, baseline: str) -> None:
+        ledger = self._ledger
+        subject = ledger.subjects[index]
+        layout = candidate.layout
+        key = ledger.key("propagate", subject, candidate)
+        program = (index, layout if layout.as_written else subject.space.specs(layout).key())
+        outcome = ledger.journal.find(key)
+        new = not isinstance(outcome, (Estimate, Failure))
+        if new:
+            outcome = self._known.get(program)  # another spelling of the same program
+        if outcome is None:
+            propagator = self._propagators[index]
+            if layout.as_written:
+                propagator = Propagator(subject.analysis_for(layout))
+            outcome = propagator.judge(subject.space, layout, self._cost)
+        assert isinstance(outcome, (Estimate, Failure))
+        self._known[program] = outcome
+        row = Row(
+            subject=index,
+            candidate=candidate,
+            baseline=baseline,
+            program=program,
+            propagated=outcome,
+        )
+        if new:
+            ledger.journal.add(key, outcome, ledger.note("propagate", row), sync=False)
+        ledger.rows.append(row)
+        self._histories[index].append(Seen(candidate=candidate, outcome=outcome))
+        if len(ledger.rows) % 10 == 0:
+            ledger.tell(
+                Stage.PROPAGATE, len(ledger.rows), ledger.budget.candidates, "propagating layouts"
+            )

@@ -1,0 +1,159 @@
+"""The driver: the only part that knows all roles. Data goes one way, from rung 1 to the ranking."""
+
+import concurrent.futures
+import dataclasses
+import pathlib
+import tempfile
+import time
+from collections.abc import Sequence
+
+from autoshard.budget import Budget, Callback
+from autoshard.cost import Constants, Correction
+from autoshard.driver.compiling import Compiling
+from autoshard.driver.ledger import Ledger, Subject
+from autoshard.driver.measuring import Measuring, opened_bench
+from autoshard.driver.promoting import baseline_rows, false_rejections, learn, promoted
+from autoshard.driver.propagating import propagate_all
+from autoshard.journal import Journal
+from autoshard.strategy import Strategy
+from autoshard.target import Target
+from autoshard.trial import Failure, Kind, Stage, Trial
+
+RUNG1_SHARE, FIRST_WAVE_SHARE, RUNG2_SHARE = 0.25, 0.45, 0.7
+"""Parts of a limit of seconds after which rung 1, the first compiles and all compiles stop."""
+
+FIRST_WAVE_ROUNDS = 6
+"""Rounds of the first race: enough to correct rung 1 and to drop what is clearly slow."""
+
+_DEFENDERS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+      trials: every trial, in the order asked.
+      ranking: indices of trials that may be planned, best first; empty if none may.
+      subject: of each trial, which subject it belongs to.
+      ended: "finished", "interrupted" or "out of time".
+      false_rejections: candidates that rung 1 would have rejected and rung 2 found to fit.
+      elapsed_s: seconds by rung, and in all.
+      correction: what measurements taught of rung 1.
+    """
+
+    trials: tuple[Trial, ...]
+    ranking: tuple[int, ...]
+    subject: tuple[int, ...]
+    ended: str
+    false_rejections: int
+    elapsed_s: dict[str, float]
+    correction: Correction
+
+
+def run_search(
+    subjects: Sequence[Subject],
+    target: Target,
+    constants: Constants,
+    *,
+    budget: Budget,
+    journal: Journal,
+    executor: concurrent.futures.Executor | None,
+    strategy: Strategy | None,
+    seed: int,
+    callbacks: Sequence[Callback],
+    limit_bytes: int,
+    folder: pathlib.Path | None,
+) -> Found:
+    """Runs the rungs; a KeyboardInterrupt or the end of the budget keeps what is known.
+
+    Args:
+      limit_bytes: what a device may use, headroom taken off.
+      folder: for workers' output and traces; None for a temporary one.
+    """
+    with tempfile.TemporaryDirectory(prefix="autoshard-") as scratch:
+        ledger = Ledger(
+            subjects=list(subjects),
+            target=target,
+            constants=constants,
+            budget=budget,
+            journal=journal,
+            callbacks=tuple(callbacks),
+            seed=seed,
+            limit_bytes=limit_bytes,
+            folder=folder or pathlib.Path(scratch),
+        )
+        compiling = Compiling(ledger, executor)
+        measuring = Measuring(ledger, compiling.key)
+        with compiling.opened():
+            try:
+                _climb(ledger, compiling, measuring, strategy)
+            except KeyboardInterrupt:
+                ledger.ended = "interrupted"
+                ledger.tell(Stage.PROFILE, 0, 0, "interrupted: finishing with the best so far")
+            ranking = measuring.ranking or _ranked_by_estimate(ledger, compiling)
+    journal.sync()
+    ledger.elapsed_s["all"] = time.perf_counter() - ledger.start_s
+    return Found(
+        trials=tuple(row.trial() for row in ledger.rows),
+        ranking=tuple(ranking),
+        subject=tuple(row.subject for row in ledger.rows),
+        ended=ledger.ended,
+        false_rejections=false_rejections(ledger),
+        elapsed_s=dict(ledger.elapsed_s),
+        correction=ledger.correction,
+    )
+
+
+def _climb(
+    ledger: Ledger, compiling: Compiling, measuring: Measuring, strategy: Strategy | None
+) -> None:
+    """The rungs in two waves: the first teaches the model of rung 1, the second profits."""
+    budget = ledger.budget
+    with ledger.timed("propagate"):
+        propagate_all(ledger, strategy, RUNG1_SHARE)
+    with ledger.timed("compile"):
+        first = baseline_rows(ledger)[: budget.compiles]
+        most = min(budget.compiles, budget.profiles) if budget.profiles else budget.compiles
+        room = max(0, most - len(first))
+        first += promoted(ledger, room - room // 2 if budget.profiles else room, first)
+        compiling.compile(first, FIRST_WAVE_SHARE if budget.profiles else 1.0)
+    if budget.profiles == 0:
+        return
+    with opened_bench(ledger) as bench:
+        with ledger.timed("profile"):
+            measuring.measure(
+                bench, ledger.fitting(first)[: budget.profiles], "first", FIRST_WAVE_ROUNDS
+            )
+        learn(ledger)
+        with ledger.timed("compile"):
+            room = min(budget.compiles - compiling.count, budget.profiles - len(ledger.measured()))
+            second = promoted(ledger, max(0, room), first)
+            compiling.compile(second, RUNG2_SHARE)
+        with ledger.timed("profile"):
+            finalists = [*ledger.measured()[:_DEFENDERS], *ledger.fitting(second)]
+            measuring.measure(bench, finalists, "final", budget.rounds)
+        learn(ledger)
+
+
+def _ranked_by_estimate(ledger: Ledger, compiling: Compiling) -> list[int]:
+    """Nothing was measured: what rung 2 finds to fit, by its estimate.
+
+    Compiles a few more where nothing is known to fit yet. What failed on the devices is not
+    planned, and nothing is where a candidate computed something else than it should.
+    """
+    failed = {
+        i: row.profiled for i, row in enumerate(ledger.rows) if isinstance(row.profiled, Failure)
+    }
+    if any(f.kind is Kind.NUMERICS for f in failed.values()):
+        return []
+    for _ in range(4):
+        fitting = [i for i in ledger.fitting(range(len(ledger.rows))) if i not in failed]
+        if fitting or not ledger.rows:
+            break
+        more = promoted(ledger, 2, [])
+        if not more:
+            break
+        with ledger.timed("compile"):
+            compiling.compile(more, float("inf"))
+    return sorted(fitting, key=lambda i: (ledger.rows[i].trial().estimate.time_s, i))  # type: ignore[union-attr]
