@@ -149,8 +149,11 @@ class _Ties:
             self.opaque.append(f"{name} at {str(op.location)[:80]}")
         if in_loop and name in ("stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"):
             whole = self.of(op.operands[0])
-            part = self.of(op.results[0] if name.endswith("_slice") and "update" not in name
-                           else op.operands[1])
+            part = self.of(
+                op.results[0]
+                if name.endswith("_slice") and "update" not in name
+                else op.operands[1]
+            )
             for x, y in zip(whole, part, strict=True):
                 if y.size < x.size:
                     x.leaves()[0].is_loop = True
@@ -281,9 +284,7 @@ class _Namer:
                 )
         inputs = tuple(dimensions(d) for d in self.arguments)
         twice = dict.fromkeys(
-            axis
-            for dims in (*inputs, *by_site.values())
-            for axis in _held_twice(dims)
+            axis for dims in (*inputs, *by_site.values()) for axis in _held_twice(dims)
         )
         return Axes(
             axes=axes,
@@ -311,9 +312,7 @@ class _Namer:
         count = len(self.program.state)
         leaves: list[tuple[Leaf, list[Factor], bool]] = [
             (leaf, dims, i < count)
-            for i, (leaf, dims) in enumerate(
-                zip(self.program.inputs, self.arguments, strict=True)
-            )
+            for i, (leaf, dims) in enumerate(zip(self.program.inputs, self.arguments, strict=True))
         ]
         for leaf, dims, is_state in sorted(leaves, key=lambda x: x[2]):
             held = [(d, k, f) for d, dim in enumerate(dims) for k, f in enumerate(dim.leaves())]

@@ -8,8 +8,9 @@ import numpy as np
 
 from autoshard.analysis import analyse
 from autoshard.compat import jaxprs
+from autoshard.compat.noise import quiet
 from autoshard.layout import Layout, rules
-from autoshard.lowering import constrained_step, shardings
+from autoshard.lowering import constrained_step, shapes, shardings
 from autoshard.program import trace_function
 from autoshard.specs import resolve
 
@@ -59,11 +60,14 @@ class Evaluation:
             out_shardings=shardings(mesh, specs.outputs[count:]),
         )
 
+        with quiet():
+            compiled = jitted.lower(*shapes(program.inputs)).compile()
+
         def run(*flat: Any) -> Any:
             placed = [
                 x if i < count else jax.device_put(x, s)
                 for i, (x, s) in enumerate(zip(flat, given, strict=True))
             ]
-            return jitted(*placed)
+            return compiled(*placed)
 
         return run, out_tree

@@ -151,7 +151,11 @@ class Journal:
         if schema != SCHEMA:
             raise JournalError(
                 f"{path} has schema {schema}, this version reads {SCHEMA}: "
-                + ("upgrade autoshard" if isinstance(schema, int) and schema > SCHEMA else "start a new one")
+                + (
+                    "upgrade autoshard"
+                    if isinstance(schema, int) and schema > SCHEMA
+                    else "start a new one"
+                )
             )
 
     def _write(self, record: dict[str, object]) -> None:
@@ -181,9 +185,7 @@ class Journal:
     def add(self, key: str, outcome: Outcome, note: dict[str, object], sync: bool = True) -> None:
         """Records an outcome. With `sync=False` it may be lost to a power cut until `sync()`."""
         self._outcomes[key] = outcome
-        self._write(
-            {"record": "outcome", "key": key, **note, "outcome": outcome_to_json(outcome)}
-        )
+        self._write({"record": "outcome", "key": key, **note, "outcome": outcome_to_json(outcome)})
         if sync:
             self.sync()
         elif self._file is not None:

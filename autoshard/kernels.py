@@ -261,15 +261,20 @@ class _Builder:
             return max((self.elements[i] for i in self.operands[index]), default=out)
         if name == "stablehlo.sort":
             return out * max(1.0, math.log2(max(out, 2.0)))
-        if name in _FREE or name in _SLICES or name in (
-            "stablehlo.broadcast_in_dim",
-            "stablehlo.iota",
-            "stablehlo.transpose",
-            "stablehlo.concatenate",
-            "stablehlo.pad",
-            "stablehlo.gather",
-            "stablehlo.dynamic_update_slice",
-            "stablehlo.convert",
+        if (
+            name in _FREE
+            or name in _SLICES
+            or name
+            in (
+                "stablehlo.broadcast_in_dim",
+                "stablehlo.iota",
+                "stablehlo.transpose",
+                "stablehlo.concatenate",
+                "stablehlo.pad",
+                "stablehlo.gather",
+                "stablehlo.dynamic_update_slice",
+                "stablehlo.convert",
+            )
         ):
             return 0.0
         return out
@@ -279,9 +284,7 @@ class _Builder:
         self.block(main, 1.0)
         n = len(self.sizes)
         returned = [
-            self.number[v]
-            for v in list(main.operations)[-1].operation.operands
-            if v in self.number
+            self.number[v] for v in list(main.operations)[-1].operation.operands if v in self.number
         ]
         written = [self._written(i) for i in range(n)]
         roots: dict[int, frozenset[int]] = {}

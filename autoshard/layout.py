@@ -112,9 +112,7 @@ class Layout:
                 mesh=tuple((str(name), int(size)) for name, size in data["mesh"]),
                 compute=rules(data["compute"]),
                 storage=rules(data["storage"]),
-                occurrences=tuple(
-                    sorted((str(g), int(o)) for g, o in data["occurrences"].items())
-                ),
+                occurrences=tuple(sorted((str(g), int(o)) for g, o in data["occurrences"].items())),
                 as_written=bool(data["as_written"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

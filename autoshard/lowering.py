@@ -161,9 +161,7 @@ def module_of(
 
 def _array(leaf: Leaf, spec: Spec) -> ArraySpec:
     if leaf.is_key:  # a threefry key is two 32-bit words
-        return ArraySpec(
-            path=leaf.path, shape=(*leaf.shape, 2), dtype="uint32", spec=(*spec, ())
-        )
+        return ArraySpec(path=leaf.path, shape=(*leaf.shape, 2), dtype="uint32", spec=(*spec, ()))
     return ArraySpec(path=leaf.path, shape=leaf.shape, dtype=np.dtype(leaf.dtype).name, spec=spec)
 
 

@@ -61,4 +61,6 @@ class Module:
     @property
     def digest(self) -> str:
         """Hex digest of the program and its shardings; bytecode must hold no locations."""
-        return hashlib.sha256(repr((self.mesh, self.platform)).encode() + self.stablehlo).hexdigest()
+        return hashlib.sha256(
+            repr((self.mesh, self.platform)).encode() + self.stablehlo
+        ).hexdigest()

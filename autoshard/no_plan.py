@@ -8,9 +8,7 @@ from autoshard.target import Target
 from autoshard.trial import Estimate, Failure, Kind, Trial
 
 
-def why_no_plan(
-    found: Found, subjects: Sequence[Subject], target: Target, limit_bytes: int
-) -> str:
+def why_no_plan(found: Found, subjects: Sequence[Subject], target: Target, limit_bytes: int) -> str:
     """The message of the error: how far the closest candidate is, what would make it fit."""
     failures = [t.profiled for t in found.trials if isinstance(t.profiled, Failure)]
     if failures and all(f.kind is Kind.NUMERICS for f in failures):
@@ -56,7 +54,9 @@ def why_no_plan(
     )
     lines.append(f"  - memory_bytes of at least {_ceil(estimate, limit_bytes, target)},")
     if len(subjects) == 1 and not program.knobs:
-        lines.append("  - or a knob that saves memory (remat, gradient accumulation): none was given.")
+        lines.append(
+            "  - or a knob that saves memory (remat, gradient accumulation): none was given."
+        )
     else:
         lines.append("  - or other knob values than those tried.")
     return "\n".join(lines)

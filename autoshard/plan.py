@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autoshard.analysis import Analysis
+from autoshard.compat.noise import quiet
 from autoshard.errors import PlanError
 from autoshard.layout import Candidate, Layout, Spec
-from autoshard.lowering import jit_step, lower_step, shardings
+from autoshard.lowering import jit_step, lower_step, shapes, shardings
 from autoshard.module import Module
 from autoshard.program import Leaf, Program
 from autoshard.space import Space
@@ -64,7 +65,9 @@ class Plan:
       evidence: what the search learnt.
     """
 
-    def __init__(self, analysis: Analysis, space: Space, target: Target, layout: Layout, evidence: Evidence):
+    def __init__(
+        self, analysis: Analysis, space: Space, target: Target, layout: Layout, evidence: Evidence
+    ):
         self._analysis = analysis
         self._space = space
         self._target = target
@@ -126,7 +129,9 @@ class Plan:
     def init(self) -> Any:
         """The initial state, born sharded: no device ever holds the whole of it."""
         make = jax.jit(self.program.workload.init, out_shardings=self.state_shardings)
-        return make()
+        with quiet():
+            compiled = make.lower().compile()
+        return compiled()
 
     def place(self, state: Any) -> Any:
         """A state from elsewhere (a checkpoint, host arrays), sharded as the plan wants it.
@@ -173,7 +178,7 @@ class Plan:
         flat = self._flat("state", state, program.state, program.state_tree) + self._flat(
             "batch", batch, program.batch, program.batch_tree
         )
-        out = self._jitted(*flat)
+        out = self._compiled(*flat)
         count = len(program.state)
         return (
             jax.tree.unflatten(program.state_tree, out[:count]),
@@ -181,8 +186,22 @@ class Plan:
         )
 
     @functools.cached_property
-    def _jitted(self) -> Callable[..., list[jax.Array]]:
-        return jit_step(self._analysis, self._specs, self._target)
+    def _compiled(self) -> Callable[..., list[jax.Array]]:
+        """The step, compiled once; inputs elsewhere than the plan wants them are moved there."""
+        jitted = jit_step(self._analysis, self._specs, self._target)
+        wanted = [*jax.tree.leaves(self.state_shardings), *jax.tree.leaves(self.batch_shardings)]
+        with quiet():
+            compiled = jitted.lower(*shapes(self.program.inputs)).compile()
+
+        def run(*flat: Any) -> list[jax.Array]:
+            placed = [
+                x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
+                for x, s in zip(flat, wanted, strict=True)
+            ]
+            out: list[jax.Array] = compiled(*placed)
+            return out
+
+        return run
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(state, batch)` jitted with the plan's shardings, for evaluation.
@@ -213,9 +232,7 @@ class Plan:
     def __repr__(self) -> str:
         return f"<Plan {self.layout.to_json()} knobs={self.knobs}>"
 
-    def _flat(
-        self, word: str, tree: Any, leaves: Sequence[Leaf], treedef: Any
-    ) -> list[Any]:
+    def _flat(self, word: str, tree: Any, leaves: Sequence[Leaf], treedef: Any) -> list[Any]:
         flat, got = jax.tree.flatten(tree)
         if got != treedef:
             raise PlanError(f"the {word} has structure {got}, expected {treedef}")

@@ -62,9 +62,7 @@ def write_plan(plan: "Plan", path: str | os.PathLike[str]) -> None:
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "candidate": plan.candidate.to_json(),
         "keep_constraints": plan.keep_constraints,
-        "fixed_leaves": {
-            path: [list(axes) for axes in spec] for path, spec in plan.fixed_leaves
-        },
+        "fixed_leaves": {path: [list(axes) for axes in spec] for path, spec in plan.fixed_leaves},
         "program": describe_program(plan.program, plan.digest),
         "target": describe_target(plan.target),
         "versions": versions(),
@@ -102,7 +100,9 @@ def read_plan(path: str | os.PathLike[str]) -> PlanRecord:
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise PlanError(f"{path} is not a plan: it is not JSON ({error}); it may be cut off") from None
+        raise PlanError(
+            f"{path} is not a plan: it is not JSON ({error}); it may be cut off"
+        ) from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         got = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise PlanError(f"{path} is not an autoshard plan: format is {got!r}, expected {_FORMAT!r}")

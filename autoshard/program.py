@@ -248,7 +248,9 @@ def _check_keys(leaves: tuple[Leaf, ...], closed: jaxprs.ClosedJaxpr) -> None:
     )
     for leaf in leaves:
         if leaf.is_key and "fry" not in str(leaf.dtype):
-            raise WorkloadError(f"{leaf.path} is a non-partitionable RNG key ({leaf.dtype}): {advice}")
+            raise WorkloadError(
+                f"{leaf.path} is a non-partitionable RNG key ({leaf.dtype}): {advice}"
+            )
     for eqn in jaxprs.equations(closed.jaxpr):
         if eqn.primitive.name == "rng_bit_generator":
             raise WorkloadError(f"non-partitionable RNG at {jaxprs.source_line(eqn)}: {advice}")

@@ -87,7 +87,9 @@ class SiteMap:
         self._results: dict[int, dict[tuple[int, int], int]] = {}
         self._find(closed.jaxpr, is_loop_body=False)
 
-    def _add(self, place: Place, var: jaxprs.Var, storage: bool, eqn: jaxprs.JaxprEqn | None) -> int:
+    def _add(
+        self, place: Place, var: jaxprs.Var, storage: bool, eqn: jaxprs.JaxprEqn | None
+    ) -> int:
         index = len(self.sites)
         self.sites.append(
             Site(
@@ -175,9 +177,7 @@ class SiteMap:
                 if sharding is None:
                     return source
                 target = jaxprs.fresh(source)
-                eqns.append(
-                    jaxprs.constraint_equation(source, target, sharding, site.tag, like)
-                )
+                eqns.append(jaxprs.constraint_equation(source, target, sharding, site.tag, like))
                 return target
 
             for i, index in entries.items():

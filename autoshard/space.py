@@ -91,9 +91,7 @@ class Space:
             if self.written is None:
                 raise LayoutError("the step has no constraints of its own to keep")
             return self.written.specs
-        return resolve(
-            self.program, self.axes, list(self.sites), layout, dict(self.fixed_leaves)
-        )
+        return resolve(self.program, self.axes, list(self.sites), layout, dict(self.fixed_leaves))
 
     def candidate(self, layout: Layout) -> Candidate:
         return Candidate(layout=layout.canonical(), knobs=self.knobs)
@@ -192,11 +190,7 @@ class Space:
                 layout = self.layout(
                     mesh,
                     {a.name: c for a, (c, _) in zip(axes, picked, strict=True)},
-                    {
-                        a.name: s
-                        for a, (_, s) in zip(axes, picked, strict=True)
-                        if not a.is_data
-                    },
+                    {a.name: s for a, (_, s) in zip(axes, picked, strict=True) if not a.is_data},
                 )
                 if layout not in seen:
                     seen.add(layout)
@@ -295,7 +289,9 @@ class Space:
                     continue
 
                 def widen(
-                    table: tuple[tuple[str, tuple[str, ...]], ...], name: str = name, spare: str = spare
+                    table: tuple[tuple[str, tuple[str, ...]], ...],
+                    name: str = name,
+                    spare: str = spare,
                 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
                     return tuple(
                         (a, tuple(x for m in to for x in ((m, spare) if m == name else (m,))))
@@ -333,7 +329,11 @@ def read_fix(
                 f"fix[{key!r}] names nothing: expected a logical axis ({', '.join(names)}) or the"
                 f" path of a state leaf such as {program.state[0].path if program.state else '-'}"
             )
-        dims = tuple(value) if isinstance(value, (tuple, list)) or hasattr(value, "index") else (value,)  # type: ignore[arg-type]
+        dims = (
+            tuple(value)
+            if isinstance(value, (tuple, list)) or hasattr(value, "index")
+            else (value,)
+        )  # type: ignore[arg-type]
         spec = [
             () if d is None else (d,) if isinstance(d, str) else tuple(str(m) for m in d)  # type: ignore[attr-defined]
             for d in dims

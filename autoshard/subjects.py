@@ -144,4 +144,3 @@ def make_subject(
         written=written,
     )
     return Subject(analysis=analysis, space=space)
-

@@ -165,6 +165,24 @@ class Failure:
     missing_bytes: int | None = None
 
 
+def paired_ratio(a: Measurement, b: Measurement) -> float | None:
+    """How many times as long b's step takes as a's, from rounds in which both ran.
+
+    The median over common rounds of the ratio of each round's median sample; machines drift, so
+    samples of different rounds say little. None without a common round.
+    """
+
+    def by_round(m: Measurement) -> dict[int, float]:
+        grouped: dict[int, list[float]] = {}
+        for sample, number in zip(m.samples_s, m.rounds, strict=True):
+            grouped.setdefault(number, []).append(sample)
+        return {number: statistics.median(s) for number, s in grouped.items()}
+
+    first, second = by_round(a), by_round(b)
+    common = sorted(first.keys() & second.keys())
+    return statistics.median(second[r] / first[r] for r in common) if common else None
+
+
 Outcome = Estimate | Measurement | Failure
 
 

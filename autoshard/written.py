@@ -63,9 +63,7 @@ def on_mesh(closed: jaxprs.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> jaxprs.Clo
     return jaxprs.ClosedJaxpr(rewrite(closed.jaxpr), closed.consts)
 
 
-def analyse_written(
-    program: Program, base: Analysis, mesh: MeshShape, platform: str
-) -> Written:
+def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform: str) -> Written:
     """Analyses the step with its own constraints on a mesh of the author's shape."""
     assert program.written is not None
     abstract = jaxprs.abstract_mesh(mesh)
@@ -119,5 +117,3 @@ def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[
     return [
         tuple(axes if set(axes) <= names else () for axes in dims) for dims in judged.result_dims
     ]
-
-

@@ -9,7 +9,8 @@ Cost: one fresh process for each of the 6 baselines, at most --limit seconds eac
 Expected: a ratio of at most 1.00 (two decimals, as its interval is 2 % wide either way) in every
   row. "undecided" counts as missed.
 
-Pairs of steps are interleaved until the 95 % interval of their ratio is within 2 %. Writes
+The baselines get the plan's remat policy, so that layouts are compared and nothing else; --remat
+gives them another. Pairs of steps are interleaved until the 95 % interval of their ratio is within 2 %. Writes
 results/compare/<model>/<baseline>.json with all samples, and summary.json.
 """
 
@@ -31,6 +32,9 @@ _MODEL = flags.DEFINE_enum("model", "decoder", ["decoder", "mlp"], "The model, a
 _PLAN = flags.DEFINE_string("plan", None, "The plan.json to measure.", required=True)
 _DEVICES = flags.DEFINE_integer("devices", 8, "Fake CPU devices; as many as the plan has.")
 _LIMIT = flags.DEFINE_float("limit", 240.0, "Seconds of pairs for each baseline.")
+_REMAT = flags.DEFINE_enum(
+    "remat", "plan", ["plan", "none", "dots", "full"], "Of the baselines; by default the plan's."
+)
 _OUT = flags.DEFINE_string("out", "results/compare", "Folder of the results.")
 _BASELINE = flags.DEFINE_string("baseline", "", "Measure this one here; else all, in processes.")
 
@@ -83,13 +87,16 @@ def _measure(baseline: str) -> dict[str, Any]:
     from experiments.handwritten.layouts import hand_layouts
 
     layout = hand_layouts(_DEVICES.value)[baseline]
-    if _MODEL.value == "decoder":
-        task = tasks.decoder_task(sizes.DECODER)
-        built = decoder.build(sizes.DECODER, layout, jax.devices())
-    else:
-        task = tasks.mlp_task(sizes.MLP)
-        built = mlp.build(sizes.MLP, layout, jax.devices())
+    decodes = _MODEL.value == "decoder"
+    task = tasks.decoder_task(sizes.DECODER) if decodes else tasks.mlp_task(sizes.MLP)
     plan = autoshard.load_plan(_PLAN.value, task.model_fn, jax.devices())
+    remat = plan.knobs.get("remat", "none") if _REMAT.value == "plan" else _REMAT.value
+    if decodes:
+        model = dataclasses.replace(sizes.DECODER.model, remat=remat)
+        size = dataclasses.replace(sizes.DECODER, model=model)
+        built = decoder.build(size, layout, jax.devices())
+    else:
+        built = mlp.build(sizes.MLP, layout, jax.devices())
 
     def stepper(step: Any, state: Any, batch: Any) -> Any:
         def run() -> None:
@@ -109,6 +116,7 @@ def _measure(baseline: str) -> dict[str, Any]:
         "verdict": _verdict(found.ratio, found.decided),
         "plan_is": plan.trial.baseline if plan.trial else "",
         "plan": plan.candidate.to_json(),
+        "baseline_remat": remat,
         **dataclasses.asdict(found),
         "jax": jax.__version__,
         "python": platform.python_version(),

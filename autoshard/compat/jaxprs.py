@@ -71,7 +71,7 @@ def fresh(var: Var) -> Var:
     return Var(var.aval)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _unspecified() -> object:
     """JAX's marker for "no sharding given", which has no public name (0.10, 0.12)."""
     traced = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)
@@ -154,7 +154,9 @@ def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
 
 def open_sharding(rank: int) -> NamedSharding:
     """A sharding that leaves every dimension to the partitioner, on a stand-in mesh."""
-    return NamedSharding(abstract_mesh([("_", 2)]), PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * rank))
+    return NamedSharding(
+        abstract_mesh([("_", 2)]), PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * rank)
+    )
 
 
 def source_line(eqn: JaxprEqn) -> str:

@@ -19,7 +19,9 @@ _PROPAGATE = (
     "builtin.module(sdy-propagation-pipeline,sdy-close-shardings,"
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
 )
-_RULES = "builtin.module(sdy-flatten-call-graph,symbol-dce,func.func(sdy-populate-op-sharding-rules))"
+_RULES = (
+    "builtin.module(sdy-flatten-call-graph,symbol-dce,func.func(sdy-populate-op-sharding-rules))"
+)
 MESH_NAME = "mesh"
 
 
@@ -77,9 +79,7 @@ def _inline(block: ir.Block, functions: dict[str, Operation], done: set[str]) ->
             new = inner.operation.clone(point)
             _remap(new, values)
             values.update(zip(inner.operation.results, new.results, strict=True))
-        for result, returned in zip(
-            operation.results, body[-1].operation.operands, strict=True
-        ):
+        for result, returned in zip(operation.results, body[-1].operation.operands, strict=True):
             result.replace_all_uses_with(values[returned])
         operation.erase()
 
@@ -387,7 +387,9 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
 
     def visit(block: ir.Block) -> None:
         # Collectives take the trip count of the block they stand in: that of its first operation.
-        own_tag = next((o.attributes[TAG].value for o in block.operations if TAG in o.attributes), -1)
+        own_tag = next(
+            (o.attributes[TAG].value for o in block.operations if TAG in o.attributes), -1
+        )
         last_tag = own_tag
         for o in block.operations:
             op = o.operation

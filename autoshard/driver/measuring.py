@@ -24,9 +24,7 @@ def opened_bench(ledger: Ledger) -> Iterator[Benches]:
     if ledger.target.platform != "cpu":
         yield Bench(ledger.target.devices)
         return
-    child = ChildBench(
-        ledger.settings("measure"), time_limit_s=ledger.budget.measure_seconds
-    )
+    child = ChildBench(ledger.settings("measure"), time_limit_s=ledger.budget.measure_seconds)
     try:
         yield child
     finally:
@@ -46,8 +44,16 @@ class Measuring:
         self._ledger = ledger
         self._compile_key = compile_key
 
-    def measure(self, bench: Benches, indices: Sequence[int], wave: str, rounds: int) -> None:
-        """Races rows against each other; a wave that the journal holds whole is not run again."""
+    def measure(
+        self, bench: Benches, indices: Sequence[int], wave: str, rounds: int, first_round: int
+    ) -> None:
+        """Races rows against each other; a wave that the journal holds whole is not run again.
+
+        Args:
+          wave: name of the wave, part of the journal's keys.
+          rounds: the most rounds.
+          first_round: number of the wave's first round; samples of one round pair up.
+        """
         ledger = self._ledger
         if not indices:
             return
@@ -66,13 +72,19 @@ class Measuring:
             program = ledger.subject_of(ledger.rows[i]).analysis.program
             groups.setdefault((program.state, program.state_tree, program.batch), []).append(i)
         for group in groups.values():
-            ranked += self._race(bench, group, wave, rounds, keys)
+            ranked += self._race(bench, group, wave, rounds, first_round, keys)
         if len(groups) > 1:
             ranked.sort(key=ledger.time_of)
         self._rank(ranked)
 
     def _race(
-        self, bench: Benches, group: list[int], wave: str, rounds: int, keys: dict[int, str]
+        self,
+        bench: Benches,
+        group: list[int],
+        wave: str,
+        rounds: int,
+        first_round: int,
+        keys: dict[int, str],
     ) -> list[int]:
         ledger = self._ledger
         program = ledger.subject_of(ledger.rows[group[0]]).analysis.program
@@ -125,7 +137,7 @@ class Measuring:
         )
         for name, outcome in judged.outcomes.items():
             row = ledger.rows[names[name]]
-            row.profiled = _joined(row.profiled, outcome)
+            row.profiled = _joined(row.profiled, outcome, first_round)
             ledger.journal.add(
                 keys[names[name]], row.profiled, {"wave": wave, **ledger.note("profile", row)}
             )
@@ -150,16 +162,18 @@ class Measuring:
 
 
 def _joined(
-    earlier: Measurement | Failure | None, later: Measurement | Failure
+    earlier: Measurement | Failure | None, later: Measurement | Failure, first_round: int
 ) -> Measurement | Failure:
-    """Samples of two races of one program, kept together; a later failure stands."""
-    if not isinstance(earlier, Measurement) or not isinstance(later, Measurement):
+    """Samples of all races of one program, kept together; a failure stands."""
+    if not isinstance(later, Measurement):
         return later
-    offset = max(earlier.rounds, default=-1) + 1
+    later = dataclasses.replace(later, rounds=tuple(first_round + r for r in later.rounds))
+    if not isinstance(earlier, Measurement):
+        return later
     return dataclasses.replace(
         later,
         samples_s=earlier.samples_s + later.samples_s,
-        rounds=earlier.rounds + tuple(r + offset for r in later.rounds),
+        rounds=earlier.rounds + later.rounds,
         devices=later.devices or earlier.devices,
         trace=later.trace or earlier.trace,
         elapsed_s=earlier.elapsed_s + later.elapsed_s,

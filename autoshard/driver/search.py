@@ -122,17 +122,16 @@ def _climb(
         return
     with opened_bench(ledger) as bench:
         with ledger.timed("profile"):
-            measuring.measure(
-                bench, ledger.fitting(first)[: budget.profiles], "first", FIRST_WAVE_ROUNDS
-            )
+            begun = ledger.fitting(first)[: budget.profiles]
+            measuring.measure(bench, begun, "first", FIRST_WAVE_ROUNDS, 0)
         learn(ledger)
         with ledger.timed("compile"):
             room = min(budget.compiles - compiling.count, budget.profiles - len(ledger.measured()))
             second = promoted(ledger, max(0, room), first)
             compiling.compile(second, RUNG2_SHARE)
         with ledger.timed("profile"):
-            finalists = [*ledger.measured()[:_DEFENDERS], *ledger.fitting(second)]
-            measuring.measure(bench, finalists, "final", budget.rounds)
+            finalists = [*measuring.ranking[:_DEFENDERS], *ledger.fitting(second)]
+            measuring.measure(bench, finalists, "final", budget.rounds, FIRST_WAVE_ROUNDS)
         learn(ledger)
 
 

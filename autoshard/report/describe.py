@@ -10,12 +10,22 @@ from autoshard.report.words import (
     seconds,
     traffic_in_words,
 )
-from autoshard.trial import Estimate, Measurement, Trial
+from autoshard.trial import Estimate, Measurement, Trial, paired_ratio
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
 
-_HEAD = ("#", "layout", "mesh", "knobs", "predicted", "measured (25-75 %)", "memory", "sent a step")
+_HEAD = (
+    "#",
+    "layout",
+    "mesh",
+    "knobs",
+    "predicted",
+    "measured (25-75 %)",
+    "x winner",
+    "memory",
+    "sent a step",
+)
 
 
 def describe(plan: "Plan") -> str:
@@ -27,14 +37,16 @@ def describe(plan: "Plan") -> str:
     rules: list[str] = []
     dropped: dict[str, None] = {}
     for number, trial in enumerate(shown, 1):
-        rows.append(_row(number, trial))
+        rows.append(_row(number, trial, shown[0]))
         name = trial.baseline or "found"
         rules.append(f"  {number:>2} {name}: {rules_in_words(trial.candidate.layout)}")
         for sentence in trial.estimate.dropped if trial.estimate else ():
             dropped.setdefault(f"  {number:>2} {sentence}")
         failure = trial.failure
         if failure is not None:
-            rules.append(f"     failed in {failure.stage}: {failure.kind}, {_first(failure.message)}")
+            rules.append(
+                f"     failed in {failure.stage}: {failure.kind}, {_first(failure.message)}"
+            )
     widths = [max(len(row[c]) for row in rows) for c in range(len(_HEAD))]
     for row in rows:
         lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
@@ -54,7 +66,12 @@ def describe(plan: "Plan") -> str:
             f" {seconds(sum(d.communication_s for d in devices) / n)}, idle"
             f" {seconds(sum(d.idle_s for d in devices) / n)}."
         )
-    warned = [w for t in shown if t.compiled and isinstance(t.compiled, Estimate) for w in t.compiled.warnings]
+    warned = [
+        w
+        for t in shown
+        if t.compiled and isinstance(t.compiled, Estimate)
+        for w in t.compiled.warnings
+    ]
     if warned:
         lines.append(f"The partitioner warned of {len(warned)} bad reshards, first: {warned[0]}")
     lines += [f"Note: {note}" for note in evidence.notes]
@@ -83,7 +100,7 @@ def _shown(trials: tuple[Trial, ...], ranking: tuple[int, ...]) -> list[Trial]:
     return chosen
 
 
-def _row(number: int, trial: Trial) -> tuple[str, ...]:
+def _row(number: int, trial: Trial, winner: Trial) -> tuple[str, ...]:
     estimate = trial.estimate
     measured = trial.profiled if isinstance(trial.profiled, Measurement) else None
     spread = (
@@ -99,9 +116,18 @@ def _row(number: int, trial: Trial) -> tuple[str, ...]:
         " ".join(f"{k}={v}" for k, v in trial.candidate.knobs) or "-",
         seconds(estimate.time_s if estimate else None),
         spread,
+        _ratio(winner, measured),
         mebibytes(estimate.peak_memory_bytes if estimate else None),
         traffic_in_words(estimate.bytes_by_kind()) if estimate else "-",
     )
+
+
+def _ratio(winner: Trial, measured: Measurement | None) -> str:
+    """Step time over the winner's, from the rounds in which both ran."""
+    if not isinstance(winner.profiled, Measurement) or measured is None:
+        return "-"
+    ratio = paired_ratio(winner.profiled, measured)
+    return f"{ratio:.2f}" if ratio is not None else "-"
 
 
 def _first(message: str) -> str:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from autoshard.report.words import mebibytes, seconds
-from autoshard.trial import Estimate, Measurement, Trial
+from autoshard.trial import Estimate, Measurement, Trial, paired_ratio
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -26,23 +26,37 @@ def explain(plan: "Plan") -> str:
     named = f" (it is the baseline {winner.baseline!r})" if winner.baseline else ""
     if not plan.layout.mesh:
         return "There is one device: nothing is sharded."
-    measured = [t for t in others if isinstance(t.profiled, Measurement)]
-    if isinstance(winner.profiled, Measurement) and measured:
-        rival = min(measured, key=_measured_s)
-        ratio = _measured_s(rival) / winner.profiled.median_s
-        how = f"measured {seconds(winner.profiled.median_s)}, {ratio:.2f} x as fast as the best other baseline, {rival.baseline} ({seconds(_measured_s(rival))})"
-    elif others:
-        rival = min(others, key=lambda t: t.estimate.time_s if t.estimate else 0.0)
-        assert rival.estimate is not None
-        how = f"predicted {seconds(winner.estimate.time_s)} against {seconds(rival.estimate.time_s)} for {rival.baseline}"
-    else:
+    if isinstance(winner.profiled, Measurement):
+        mine = winner.profiled
+        paired = [
+            (ratio, t)
+            for t in others
+            if isinstance(t.profiled, Measurement)
+            and (ratio := paired_ratio(mine, t.profiled)) is not None
+        ]
+        if paired:
+            ratio, rival = min(paired, key=lambda x: x[0])
+            return (
+                f"The winner{named} takes {seconds(mine.median_s)} a step;"
+                f" {_compared(ratio, rival.baseline)}, the best other baseline, in the same rounds:"
+                f" {_difference(winner, rival)}."
+            )
+    if not others:
         return f"The winner{named} is the only layout that could be judged."
-    return f"The winner{named} is {how}: {_difference(winner, rival)}."
+    rival = min(others, key=lambda t: t.estimate.time_s if t.estimate else 0.0)
+    assert rival.estimate is not None
+    return (
+        f"The winner{named} is predicted to take {seconds(winner.estimate.time_s)} a step,"
+        f" {rival.baseline} {seconds(rival.estimate.time_s)}: {_difference(winner, rival)}."
+    )
 
 
-def _measured_s(trial: Trial) -> float:
-    assert isinstance(trial.profiled, Measurement)
-    return trial.profiled.median_s
+def _compared(ratio: float, name: str) -> str:
+    if abs(ratio - 1) < 0.01:
+        return f"as long as {name}"
+    return (
+        f"{ratio:.2f} x as fast as {name}" if ratio > 1 else f"{1 / ratio:.2f} x as long as {name}"
+    )
 
 
 def _difference(winner: Trial, rival: Trial) -> str:
@@ -55,7 +69,9 @@ def _difference(winner: Trial, rival: Trial) -> str:
     if sent < 0.95 * other:
         parts = []
         mine, theirs = a.bytes_by_kind(), b.bytes_by_kind()
-        for kind in sorted(set(mine) | set(theirs), key=lambda k: mine.get(k, 0) - theirs.get(k, 0)):
+        for kind in sorted(
+            set(mine) | set(theirs), key=lambda k: mine.get(k, 0) - theirs.get(k, 0)
+        ):
             if mine.get(kind, 0) < theirs.get(kind, 0):
                 parts.append(
                     f"{kind.replace('_', '-')} {mebibytes(mine.get(kind, 0))} instead of"

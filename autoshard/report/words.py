@@ -36,9 +36,7 @@ def rules_in_words(layout: Layout) -> str:
         return "the step's own constraints"
     compute, storage = dict(layout.compute), dict(layout.storage)
     parts = [f"{axis} over {'+'.join(to)}" for axis, to in layout.compute]
-    more = [
-        f"{axis} over {'+'.join(to)}" for axis, to in layout.storage if compute.get(axis) != to
-    ]
+    more = [f"{axis} over {'+'.join(to)}" for axis, to in layout.storage if compute.get(axis) != to]
     if more:
         parts.append("store " + ", ".join(more))
     whole = [a for a in compute if a not in storage and not a.startswith("batch")]

@@ -248,9 +248,6 @@ def _environment(settings: WorkerSettings) -> dict[str, str]:
     env = dict(os.environ)
     env["JAX_PLATFORMS"] = settings.platform
     env["TF_CPP_MIN_LOG_LEVEL"] = "1"  # warnings are read back: the user may not silence them
-    env.pop("JAX_NUM_CPU_DEVICES", None)
-    flags = env.get("XLA_FLAGS", "").split()  # JAX refuses two sources for the device count
-    env["XLA_FLAGS"] = " ".join(f for f in flags if "force_host_platform_device_count" not in f)
     root = str(Path(autoshard.__path__[0]).parent)
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)
     return env

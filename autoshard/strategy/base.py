@@ -23,9 +23,7 @@ class Strategy(Protocol):
     replaying a journal restores a search. It never sees the clock. It may cache what it derives.
     """
 
-    def ask(
-        self, space: Space, seed: int, history: tuple[Seen, ...]
-    ) -> tuple[Candidate, ...]:
+    def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
         """Candidates of `space` to judge next, none of them in `history`; () when there are none."""
         ...
 

@@ -107,9 +107,7 @@ def _tensor_axes(space: Space, ways: int) -> list[tuple[str, ...]]:
         {axis for dim in dims for axis, _ in dim if axis is not None}
         for dims in space.axes.inputs[: len(space.program.state)]
     ]
-    rivals = {
-        a: {b for held in leaves if a in held for b in held if b != a} for a in chain
-    }
+    rivals = {a: {b for held in leaves if a in held for b in held if b != a} for a in chain}
     weight = {
         a: sum(
             math.prod(n for dim in dims for _, n in dim)
@@ -128,5 +126,3 @@ def _tensor_axes(space: Space, ways: int) -> list[tuple[str, ...]]:
         if key not in found:
             found.append(key)
     return found[:6]
-
-

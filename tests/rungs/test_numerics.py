@@ -88,7 +88,7 @@ def test_sign_like_updates_of_noise_pass_and_wrong_ones_do_not():
 
 
 def test_a_rare_flip_passes_where_more_rounding_would_flip_some():
-    """One update in 200 hangs on the last bits of its gradient; the noise run happens to miss it."""
+    """One update in 200 hangs on last bits, and the noise run happens to miss it."""
     update = np.full(200, 1e-3, np.float32)
 
     def run(state, batches):

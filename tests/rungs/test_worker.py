@@ -134,8 +134,9 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
         call(broken, len, "abc")
 
 
-def test_the_parents_device_count_flag_does_not_reach_the_child(tmp_path, monkeypatch):
+def test_the_parents_platform_and_device_count_do_not_count_in_the_child(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "5")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=2, folder=str(tmp_path)))
     assert call(worker, jax.device_count) == 2
