@@ -106,7 +106,7 @@ class _Ties:
         elif x.size > 1 and y.size > 1 and not factors_.tie_unequal(x, y):
             self.alike.append((x, y))
 
-    def block(self, block: object, in_loop: bool) -> None:
+    def block(self, block: shardy.Block, in_loop: bool) -> None:
         for op in block.operations:
             self.operation(op.operation, in_loop)
 
@@ -323,15 +323,15 @@ class _Namer:
                     (self.on_state if is_state else self.on_batch).add(f)
             self.tensors.append([f for _, _, f in held])
         for index, value in self.ties.sites:
-            held = [f for dim in self.ties.of(value) for f in dim.leaves()]
-            for d, f in enumerate(held):
+            factors = [f for dim in self.ties.of(value) for f in dim.leaves()]
+            for d, f in enumerate(factors):
                 if f.size > 1:
                     if f not in seen:
                         site = self.sites[index]
                         where = site.source.rsplit("/", 1)[-1] or site.operation
                         self.marks[f] = [(f"{site.operation}@{where}", d, 0)]
                     seen.setdefault(f)
-            self.tensors.append(held)
+            self.tensors.append(factors)
         self.order = list(seen)
 
     def _batch_factors(self) -> set[Factor]:

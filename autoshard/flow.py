@@ -77,13 +77,13 @@ class Flow:
         self._elementwise(jaxpr)
         del self._into_state
 
-    def of(self, var: object) -> int:
+    def of(self, var: jaxprs.Atom) -> int:
         return 0 if isinstance(var, jaxprs.Literal) else self.flags.get(var, 0)
 
-    def storage(self, var: object) -> bool:
+    def storage(self, var: jaxprs.Atom) -> bool:
         return bool(self.of(var) & STORAGE)
 
-    def state_only(self, var: object) -> bool:
+    def state_only(self, var: jaxprs.Atom) -> bool:
         return self.of(var) & (STATE | BATCH) == STATE
 
     def _forward(self, jaxpr: jaxprs.Jaxpr, ins: Sequence[int]) -> list[int]:
@@ -105,9 +105,9 @@ class Flow:
                         if grown == given:
                             break
                         given = grown
-                    for o, flag in zip(results, returned, strict=True):
-                        if o is not None:
-                            outs[o] |= flag
+                    for result, flag in zip(results, returned, strict=True):
+                        if result is not None:
+                            outs[result] |= flag
             else:
                 every = 0
                 for v in eqn.invars:
@@ -139,9 +139,10 @@ class Flow:
                         if grown == wanted:
                             break
                         wanted = grown
-                    for i, flag in zip(operands, needed, strict=True):
-                        if flag and i is not None and not isinstance(eqn.invars[i], jaxprs.Literal):
-                            marked.add(eqn.invars[i])
+                    for operand, flag in zip(operands, needed, strict=True):
+                        if flag and operand is not None:
+                            if not isinstance(eqn.invars[operand], jaxprs.Literal):
+                                marked.add(eqn.invars[operand])
             elif eqn.primitive.name not in _STOPS:
                 for v in eqn.invars:
                     if not isinstance(v, jaxprs.Literal) and _passes(eqn, v):
@@ -161,19 +162,19 @@ class Flow:
                     if i is not None and self.storage(eqn.invars[i]):
                         self.flags[v] |= STORAGE
                 self._elementwise(body, seen)
-                for o, v in zip(results, body.outvars, strict=True):
-                    if o is not None and self.storage(v):
+                for o, returned in zip(results, body.outvars, strict=True):
+                    if o is not None and self.storage(returned):
                         self.flags[eqn.outvars[o]] |= STORAGE
             if inner or eqn.primitive.name in _STOPS:
                 continue
-            arrays = [v for v in eqn.invars if getattr(v.aval, "shape", ())]
+            arrays: list[jaxprs.Atom] = [v for v in eqn.invars if getattr(v.aval, "shape", ())]
             if arrays and all(self.storage(v) for v in arrays):
                 for out in eqn.outvars:
                     if any(_passes(eqn, v) for v in arrays):
                         self.flags[out] |= STORAGE
 
 
-def _passes(eqn: jaxprs.JaxprEqn, operand: object) -> bool:
+def _passes(eqn: jaxprs.JaxprEqn, operand: jaxprs.Atom) -> bool:
     """Whether an operand keeps its size through a non-contracting equation."""
     shape = getattr(operand.aval, "shape", ())
     if not shape:

@@ -46,7 +46,7 @@ def outcome_from_json(data: dict[str, object]) -> Outcome:
     try:
         rest = {k: v for k, v in data.items() if k != "is"}
         if data["is"] == "estimate":
-            rest["rung"] = Rung(rest["rung"])
+            rest["rung"] = Rung(str(rest["rung"]))
             rest["collectives"] = tuple(
                 Collective(**{**c, "mesh_axes": tuple(c["mesh_axes"])})
                 for c in rest["collectives"]  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def outcome_from_json(data: dict[str, object]) -> Outcome:
                 rest[name] = tuple(rest[name])  # type: ignore[arg-type]
             return Measurement(**rest)  # type: ignore[arg-type]
         if data["is"] == "failure":
-            rest["stage"], rest["kind"] = Stage(rest["stage"]), Kind(rest["kind"])
+            rest["stage"], rest["kind"] = Stage(str(rest["stage"])), Kind(str(rest["kind"]))
             return Failure(**rest)  # type: ignore[arg-type]
     except (KeyError, TypeError, ValueError) as error:
         raise JournalError(f"not an outcome: {error!r} in {str(data)[:200]}") from error

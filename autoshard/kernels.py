@@ -130,7 +130,7 @@ class _Builder:
     def alias(self, value: shardy.Value, index: int) -> None:
         self.number[value] = index
 
-    def block(self, block: object, trips: float) -> None:
+    def block(self, block: shardy.Block, trips: float) -> None:
         for op in block.operations:
             self.operation(op.operation, trips)
 
@@ -279,7 +279,7 @@ class _Builder:
             return 0.0
         return out
 
-    def table(self, main: object) -> KernelTable:
+    def table(self, main: shardy.Block) -> KernelTable:
         arguments = [self.new(value, "", 1.0) for value in main.arguments]
         self.block(main, 1.0)
         n = len(self.sizes)

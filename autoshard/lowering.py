@@ -150,13 +150,18 @@ def module_of(
 ) -> Module:
     """A lowered program as plain data."""
     return Module(
-        stablehlo=shardy.bytecode(lowered.compiler_ir("stablehlo").operation),
+        stablehlo=shardy.bytecode(_stablehlo(lowered)),
         mesh=mesh,
         platform=platform,
         inputs=tuple(_array(x, s) for x, s in zip(inputs, input_specs, strict=True)),
         outputs=tuple(_array(x, s) for x, s in zip(outputs, output_specs, strict=True)),
         state_count=state_count,
     )
+
+
+def _stablehlo(lowered: jax.stages.Lowered) -> shardy.Operation:
+    module: shardy.Module = lowered.compiler_ir("stablehlo")
+    return module.operation
 
 
 def _array(leaf: Leaf, spec: Spec) -> ArraySpec:

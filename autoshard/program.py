@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any  # the user's own pytrees have no narrower type
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
@@ -37,7 +38,7 @@ class Leaf:
 
     @property
     def is_key(self) -> bool:
-        return bool(jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key))
+        return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
 
     @property
     def bytes(self) -> int:
@@ -288,9 +289,9 @@ def _strip(
     def rewrite(jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
         if id(jaxpr) in memo:
             return memo[id(jaxpr)]
-        alias: dict[jaxprs.Var, object] = {}
+        alias: dict[jaxprs.Var, jaxprs.Atom] = {}
 
-        def read(v: object) -> object:
+        def read(v: jaxprs.Atom) -> jaxprs.Atom:
             return v if isinstance(v, jaxprs.Literal) else alias.get(v, v)
 
         eqns, changed = [], False
@@ -343,7 +344,7 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
     for leaf in program.batch:
         if leaf.is_key:
             values.append(rng.integers(0, 2**32, (*leaf.shape, 2), dtype=np.uint32))
-        elif jax.dtypes.issubdtype(leaf.dtype, np.floating):
+        elif jnp.issubdtype(leaf.dtype, np.floating):
             values.append(rng.normal(size=leaf.shape).astype(leaf.dtype))
         else:
             values.append(rng.integers(0, 2, leaf.shape).astype(leaf.dtype))
@@ -351,7 +352,7 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
 
 
 def _physical(value: object) -> np.ndarray:
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return np.asarray(value)
 

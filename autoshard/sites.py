@@ -127,12 +127,12 @@ class SiteMap:
                 self._find(body, name in jaxprs.LOOPS)
             mixes = any(not flow.state_only(v) and flow.of(v) for v in eqn.invars)
             if name in CONTRACTIONS or _enlarges(eqn) or (name == "gather" and mixes):
-                for i, var in enumerate(eqn.invars):
+                for i, operand in enumerate(eqn.invars):
                     if name == "gather" and i > 0:
                         break
-                    if _worth(var) and flow.state_only(var):
+                    if _worth(operand) and flow.state_only(operand):
                         uses[e, i] = self._add(
-                            Place.USE, var, not mixes and name in CONTRACTIONS, eqn
+                            Place.USE, operand, not mixes and name in CONTRACTIONS, eqn
                         )
             if links:
                 opens = name in jaxprs.LOOPS
@@ -168,7 +168,7 @@ class SiteMap:
             alias: dict[jaxprs.Var, jaxprs.Var] = {}
             eqns: list[jaxprs.JaxprEqn] = []
 
-            def read(v: object) -> object:
+            def read(v: jaxprs.Atom) -> jaxprs.Atom:
                 return v if isinstance(v, jaxprs.Literal) else alias.get(v, v)
 
             def pin(index: int, source: jaxprs.Var, like: jaxprs.JaxprEqn | None) -> jaxprs.Var:
@@ -209,7 +209,7 @@ def find_sites(closed: jaxprs.ClosedJaxpr, state_count: int, returned: int) -> S
     return SiteMap(closed, Flow(closed, state_count, returned))
 
 
-def _worth(var: object) -> bool:
+def _worth(var: jaxprs.Atom) -> bool:
     """Only arrays of more than one element, of ordinary dtypes, are worth a site."""
     if isinstance(var, jaxprs.Literal):
         return False
@@ -219,6 +219,7 @@ def _worth(var: object) -> bool:
 
 def _enlarges(eqn: jaxprs.JaxprEqn) -> bool:
     """A broadcast of an array: a parameter that meets an activation elementwise."""
+    out: jaxprs.Atom = eqn.outvars[0]
     return eqn.primitive.name == "broadcast_in_dim" and math.prod(
-        eqn.outvars[0].aval.shape
+        out.aval.shape
     ) > math.prod(getattr(eqn.invars[0].aval, "shape", ()) or (1,))

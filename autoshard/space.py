@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from autoshard.axes import Axes, LogicalAxis
 from autoshard.errors import LayoutError
@@ -307,6 +307,19 @@ class Space:
         return any(sorted(n for _, n in allowed) == sizes for allowed in self.meshes)
 
 
+def _items(value: object) -> tuple[object, ...]:
+    if not isinstance(value, Iterable):
+        raise LayoutError(f"expected mesh axes or a PartitionSpec, got {value!r}")
+    return tuple(value)
+
+
+def _mesh_axes(value: object) -> tuple[str, ...]:
+    """One mesh axis, several, or None."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(str(m) for m in _items(value))
+
+
 def read_fix(
     fix: Mapping[str, object] | None, program: Program, axes: Axes
 ) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], tuple[tuple[int, Spec], ...]]:
@@ -320,8 +333,7 @@ def read_fix(
     names = {a.name: a for a in axes.axes}
     for key, value in (fix or {}).items():
         if key in names:
-            to = (value,) if isinstance(value, str) else tuple(value or ())  # type: ignore[arg-type]
-            pinned.append((key, tuple(str(m) for m in to)))
+            pinned.append((key, _mesh_axes(value)))
             continue
         index = next((i for i, x in enumerate(program.state) if key in (x.path, x.key)), None)
         if index is None:
@@ -329,15 +341,8 @@ def read_fix(
                 f"fix[{key!r}] names nothing: expected a logical axis ({', '.join(names)}) or the"
                 f" path of a state leaf such as {program.state[0].path if program.state else '-'}"
             )
-        dims = (
-            tuple(value)
-            if isinstance(value, (tuple, list)) or hasattr(value, "index")
-            else (value,)
-        )  # type: ignore[arg-type]
-        spec = [
-            () if d is None else (d,) if isinstance(d, str) else tuple(str(m) for m in d)  # type: ignore[attr-defined]
-            for d in dims
-        ]
+        dims = (value,) if value is None or isinstance(value, str) else _items(value)
+        spec = [_mesh_axes(d) for d in dims]
         rank = len(program.state[index].shape)
         if len(spec) > rank:
             raise LayoutError(f"fix[{key!r}] has {len(spec)} dimensions, the leaf {rank}")

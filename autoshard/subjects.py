@@ -37,7 +37,8 @@ def knob_values(
                 f"model_fn takes no knob {', '.join(map(repr, unknown))}; it takes"
                 f" {', '.join(map(repr, accepted)) or 'none'}"
             )
-    for name, values in knobs.items():
+    for name, given in knobs.items():
+        values: object = given
         if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
             raise WorkloadError(f"knob {name!r}: expected a sequence of values, got {values!r}")
         for value in values:

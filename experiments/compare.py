@@ -1,16 +1,14 @@
 """Is the plan as fast as what people write by hand?
 
 Question: the step time of a saved plan, relative to each baseline written as plain JAX
-  (`experiments/handwritten`), both at their best on the same 8 fake CPU devices.
+  (`experiments/handwritten`) on the same fake CPU devices.
 Command: python -m experiments.tune --model=mlp --steps=0 --run=runs/mlp
          python -m experiments.compare --model=mlp --plan=runs/mlp/plan.json
-Cost: one fresh process for each of the 6 baselines, at most --limit seconds each and some 10 s to
-  compile; about 15 minutes for the decoder.
-Expected: a ratio of at most 1.00 (two decimals, as its interval is 2 % wide either way) in every
-  row. "undecided" counts as missed.
+Cost: a fresh process for each of 6 baselines, about 15 minutes in all for the decoder.
+Expected: a ratio of at most 1.00 (to two decimals) in every row. "undecided" counts as missed.
 
-The baselines get the plan's remat policy, so that layouts are compared and nothing else; --remat
-gives them another. Pairs of steps are interleaved until the 95 % interval of their ratio is within 2 %. Writes
+Pairs of steps are interleaved until the 95 % interval of their ratio is within 2 %. The baselines
+get the plan's remat policy, so that layouts alone are compared; --remat gives them another. Writes
 results/compare/<model>/<baseline>.json with all samples, and summary.json.
 """
 
@@ -92,7 +90,7 @@ def _measure(baseline: str) -> dict[str, Any]:
     plan = autoshard.load_plan(_PLAN.value, task.model_fn, jax.devices())
     remat = plan.knobs.get("remat", "none") if _REMAT.value == "plan" else _REMAT.value
     if decodes:
-        model = dataclasses.replace(sizes.DECODER.model, remat=remat)
+        model = dataclasses.replace(sizes.DECODER.model, remat=cast(Remat, remat))
         size = dataclasses.replace(sizes.DECODER, model=model)
         built = decoder.build(size, layout, jax.devices())
     else:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.extend import core
@@ -10,8 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 ClosedJaxpr = core.ClosedJaxpr
 Jaxpr = core.Jaxpr
 JaxprEqn = core.JaxprEqn
-Var = core.Var
 Literal = core.Literal
+# Atoms of a jaxpr are variables or literals; their avals have a shape and a dtype, which the public
+# type does not say.
+Var: TypeAlias = Any
+Atom: TypeAlias = Any
 as_function = core.jaxpr_as_fun
 
 CALLS = frozenset(
@@ -68,7 +72,7 @@ def with_inner(eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 
 
 def fresh(var: Var) -> Var:
-    return Var(var.aval)
+    return core.Var(var.aval)
 
 
 @functools.cache

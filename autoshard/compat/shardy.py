@@ -4,6 +4,7 @@ import functools
 import io
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jaxlib.mlir import ir, passmanager
@@ -11,9 +12,12 @@ from jaxlib.mlir.dialects import sdy
 
 from autoshard.compat import jaxprs
 
-Module = ir.Module
-Operation = ir.Operation
-Value = ir.Value
+# jaxlib's type stubs lack much of what its MLIR objects have, and differ between versions.
+Module: TypeAlias = Any
+Operation: TypeAlias = Any
+Value: TypeAlias = Any
+Block: TypeAlias = Any
+Attribute: TypeAlias = Any
 
 _PROPAGATE = (
     "builtin.module(sdy-propagation-pipeline,sdy-close-shardings,"
@@ -58,7 +62,7 @@ def flatten(module: Module) -> Operation:
     return copy
 
 
-def _inline(block: ir.Block, functions: dict[str, Operation], done: set[str]) -> None:
+def _inline(block: Block, functions: dict[str, Operation], done: set[str]) -> None:
     """Inlines every call in a block (MLIR's own inliner leaves calls in StableHLO loops alone)."""
     for op in list(block.operations):
         operation = op.operation
@@ -192,7 +196,7 @@ class Factors:
 
     __slots__ = ("operands", "replicated", "results", "sizes")
 
-    def __init__(self, attribute: ir.Attribute):
+    def __init__(self, attribute: Attribute):
         rule = sdy.OpShardingRuleAttr(attribute)
         self.sizes = list(rule.factor_sizes)
         self.operands = [_dimensions(m) for m in rule.operand_mappings]
@@ -200,7 +204,7 @@ class Factors:
         self.replicated = set(rule.need_replication_factors)
 
 
-def _dimensions(mapping: ir.Attribute) -> list[list[int]]:
+def _dimensions(mapping: Attribute) -> list[list[int]]:
     dims = sdy.TensorMappingAttr(mapping).dim_mappings
     return [list(sdy.DimMappingAttr(d).factor_indices) for d in dims]
 
@@ -213,7 +217,7 @@ def factors_of(operation: Operation) -> Factors | None:
     return Factors(attributes["sdy.sharding_rule"])
 
 
-def walk(block: ir.Block) -> Iterator[Operation]:
+def walk(block: Block) -> Iterator[Operation]:
     """Every operation of a block and of the regions inside, in order, outer before inner."""
     for op in block.operations:
         operation = op.operation
@@ -242,9 +246,9 @@ class Attributes:
 
     def __init__(self, context: ir.Context):
         self._context = context
-        self._memo: dict[str, ir.Attribute] = {}
+        self._memo: dict[str, Attribute] = {}
 
-    def __call__(self, text: str) -> ir.Attribute:
+    def __call__(self, text: str) -> Attribute:
         found = self._memo.get(text)
         if found is None:
             found = self._memo[text] = ir.Attribute.parse(text, context=self._context)
@@ -347,15 +351,15 @@ def _attribute_list(tensors: Sequence[Dims]) -> str:
     return "[" + ", ".join("{sdy.sharding = " + sharding_text(d) + "}" for d in tensors) + "]"
 
 
-def _dims_of(named: ir.DictAttr) -> tuple[tuple[str, ...], ...]:
+def _dims_of(named: Any) -> tuple[tuple[str, ...], ...]:
     return parse_sharding(str(named["sdy.sharding"])) if "sdy.sharding" in named else ()
 
 
 def _read(main: Operation, sizes: dict[str, int]) -> Judged:
     judged = Judged()
-    memo: dict[ir.Attribute, tuple[frozenset[str], ...]] = {}
+    memo: dict[Attribute, tuple[frozenset[str], ...]] = {}
 
-    def axes_of(attribute: ir.Attribute) -> tuple[frozenset[str], ...]:
+    def axes_of(attribute: Attribute) -> tuple[frozenset[str], ...]:
         found = memo.get(attribute)
         if found is None:
             parts = str(attribute).split("<@")[1:]
@@ -385,7 +389,7 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
             size /= axis_size(a, sizes)
         return size
 
-    def visit(block: ir.Block) -> None:
+    def visit(block: Block) -> None:
         # Collectives take the trip count of the block they stand in: that of its first operation.
         own_tag = next(
             (o.attributes[TAG].value for o in block.operations if TAG in o.attributes), -1

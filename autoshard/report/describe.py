@@ -33,7 +33,7 @@ def describe(plan: "Plan") -> str:
     evidence = plan.evidence
     lines = [f"Plan for {evidence.target or plan.mesh.devices.size} ({evidence.ended})", ""]
     shown = _shown(evidence.trials, evidence.ranking)
-    rows = [_HEAD]
+    rows: list[tuple[str, ...]] = [_HEAD]
     rules: list[str] = []
     dropped: dict[str, None] = {}
     for number, trial in enumerate(shown, 1):

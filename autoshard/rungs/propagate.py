@@ -9,6 +9,7 @@ import numpy as np
 from autoshard.analysis import Analysis
 from autoshard.compat import shardy
 from autoshard.cost import CostModel
+from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.space import Space
 from autoshard.specs import Specs
@@ -46,7 +47,6 @@ class Propagator:
         analysis = self._analysis
         kernels = analysis.kernels
         sizes = dict(specs.mesh)
-        device_count = math.prod(sizes.values())
         if specs.mesh:
             judged = shardy.judge(
                 analysis.module,
@@ -106,24 +106,20 @@ class Propagator:
         state_count = len(analysis.program.state)
         arguments = [local[v] for v in kernels.argument_values]
         peak = sum(arguments) + _peak_of(kernels, local, spikes)
-        return (
-            Estimate(
-                rung=Rung.PROPAGATE,
-                time_s=compute_s + communication_s,
-                compute_s=compute_s,
-                communication_s=communication_s,
-                peak_memory_bytes=int(peak),
-                state_bytes=int(sum(arguments[:state_count])),
-                flops=float(np.dot(flops, trips)),
-                bytes_accessed=float(np.dot(traffic, trips)),
-                op_count=int(trips.sum()),
-                collectives=tuple(collectives),
-                dropped=specs.dropped,
-                unmodelled=tuple((o, 0.0) for o in analysis.axes.opaque),
-                elapsed_s=time.perf_counter() - start,
-            )
-            if device_count
-            else _nothing()
+        return Estimate(
+            rung=Rung.PROPAGATE,
+            time_s=compute_s + communication_s,
+            compute_s=compute_s,
+            communication_s=communication_s,
+            peak_memory_bytes=int(peak),
+            state_bytes=int(sum(arguments[:state_count])),
+            flops=float(np.dot(flops, trips)),
+            bytes_accessed=float(np.dot(traffic, trips)),
+            op_count=int(trips.sum()),
+            collectives=tuple(collectives),
+            dropped=specs.dropped,
+            unmodelled=tuple((o, 0.0) for o in analysis.axes.opaque),
+            elapsed_s=time.perf_counter() - start,
         )
 
     def _communication(
@@ -155,18 +151,15 @@ def _closed(spec: tuple[tuple[str, ...], ...]) -> shardy.Dims:
     return tuple((axes, False) for axes in spec)
 
 
-def _peak_of(kernels: object, local: np.ndarray, spikes: list[tuple[int, float]]) -> float:
+def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[tuple[int, float]]) -> float:
     """Largest sum of live buffers over the step, bytes; arguments not included."""
-    change = np.zeros(kernels.length + 2)  # type: ignore[attr-defined]
-    held = kernels.live_from >= 0  # type: ignore[attr-defined]
+    change = np.zeros(kernels.length + 2)
+    held = kernels.live_from >= 0
     sizes = np.where(np.isfinite(local), local, 0.0)
-    np.add.at(change, kernels.live_from[held], sizes[held])  # type: ignore[attr-defined]
-    np.add.at(change, kernels.live_to[held] + 1, -sizes[held])  # type: ignore[attr-defined]
+    np.add.at(change, kernels.live_from[held], sizes[held])
+    np.add.at(change, kernels.live_to[held] + 1, -sizes[held])
     for position, bytes_ in spikes:
         change[position] += bytes_
         change[min(position + 2, len(change) - 1)] -= bytes_
     return float(np.cumsum(change).max(initial=0.0))
 
-
-def _nothing() -> Failure:
-    return Failure(stage=Stage.PROPAGATE, kind=Kind.INFEASIBLE, message="the mesh is empty")

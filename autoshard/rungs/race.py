@@ -35,6 +35,8 @@ class RaceSettings:
     Attributes:
       max_rounds: the race ends after these.
       min_rounds: common rounds before anyone is dropped or a tie is called.
+      hopeless: who takes more than so many times as long as the leader in every round leaves
+        after two: a shared machine's speed varies by that much, but seldom twice the same way.
       confidence: of the one-sided bounds on the mean log ratio.
       tie: leaders closer than this share of the step time are equal.
       min_turn_s: very short steps are repeated until a turn takes about this long, seconds.
@@ -44,6 +46,7 @@ class RaceSettings:
 
     max_rounds: int = 30
     min_rounds: int = 5
+    hopeless: float = 2.0
     confidence: float = 0.99
     tie: float = 0.01
     min_turn_s: float = 0.01
@@ -272,7 +275,14 @@ def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings) -> bool:
             continue
         ratios = _log_ratios(lane, leader)
         if len(ratios) < settings.min_rounds:
-            tied = False
+            if len(ratios) >= 2 and min(ratios) > math.log(settings.hopeless):
+                lane.dropped = round_
+                lane.reason = (
+                    f"more than {settings.hopeless:g} times as long as {leader.name} in each of"
+                    f" {len(ratios)} rounds"
+                )
+            else:
+                tied = False
             continue
         mean, margin = trimmed_mean(ratios, settings.confidence)
         if mean - margin > 0:

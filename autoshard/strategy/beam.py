@@ -51,10 +51,10 @@ class Beam:
         if not found and history:
             return ()
         for _ in range(self.explore if history else self.batch):
-            candidate = space.sample(rng)
-            if candidate is not None and candidate not in done:
-                done.add(candidate)
-                found.append(candidate)
+            drawn = space.sample(rng)
+            if drawn is not None and drawn not in done:
+                done.add(drawn)
+                found.append(drawn)
         return tuple(found)
 
     def _near(self, space: Space, candidate: Candidate) -> tuple[Candidate, ...]:
