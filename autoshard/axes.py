@@ -335,7 +335,7 @@ class _Namer:
         self.order = list(seen)
 
     def _batch_factors(self) -> set[Factor]:
-        """Along which factors examples lie: in each batch leaf the first that is data, not a loop."""
+        """Along which factors examples lie: each batch leaf's first that is data, not a loop."""
         found: set[Factor] = set()
         for leaf_dims in self.arguments[len(self.program.state) :]:
             choices = [f for dim in leaf_dims for f in dim.leaves() if f.size > 1 and not f.is_loop]

@@ -49,7 +49,16 @@ _STOPS = CONTRACTIONS | {
     "fft",
 }
 _RESIZES = frozenset(
-    "concatenate slice pad dynamic_slice dynamic_update_slice squeeze expand_dims split".split()
+    [
+        "concatenate",
+        "slice",
+        "pad",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "squeeze",
+        "expand_dims",
+        "split",
+    ]
 )
 STATE, BATCH, STORAGE = 1, 2, 4
 
@@ -141,8 +150,11 @@ class Flow:
                         wanted = grown
                     for operand, flag in zip(operands, needed, strict=True):
                         if flag and operand is not None:
-                            if not isinstance(eqn.invars[operand], jaxprs.Literal):
-                                marked.add(eqn.invars[operand])
+                            marked.update(
+                                v
+                                for v in [eqn.invars[operand]]
+                                if not isinstance(v, jaxprs.Literal)
+                            )
             elif eqn.primitive.name not in _STOPS:
                 for v in eqn.invars:
                     if not isinstance(v, jaxprs.Literal) and _passes(eqn, v):

@@ -30,14 +30,50 @@ _FREE = frozenset(
 )
 _HEAVY = frozenset(
     "stablehlo." + n
-    for n in "dot_general convolution gather scatter sort custom_call rng_bit_generator fft cholesky "
-    "triangular_solve reduce_window select_and_scatter concatenate dynamic_update_slice "
-    "dynamic_gather while case if reduce rng".split()
+    for n in [
+        "dot_general",
+        "convolution",
+        "gather",
+        "scatter",
+        "sort",
+        "custom_call",
+        "rng_bit_generator",
+        "fft",
+        "cholesky",
+        "triangular_solve",
+        "reduce_window",
+        "select_and_scatter",
+        "concatenate",
+        "dynamic_update_slice",
+        "dynamic_gather",
+        "while",
+        "case",
+        "if",
+        "reduce",
+        "rng",
+    ]
 )
 _EXPENSIVE = frozenset(
     "stablehlo." + n
-    for n in "exponential tanh log power rsqrt sqrt divide sine cosine logistic exponential_minus_one "
-    "log_plus_one cbrt atan2 tan remainder erf".split()
+    for n in [
+        "exponential",
+        "tanh",
+        "log",
+        "power",
+        "rsqrt",
+        "sqrt",
+        "divide",
+        "sine",
+        "cosine",
+        "logistic",
+        "exponential_minus_one",
+        "log_plus_one",
+        "cbrt",
+        "atan2",
+        "tan",
+        "remainder",
+        "erf",
+    ]
 )
 _SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
 _MOST_COPIES = 3  # XLA repeats a cheap chain in a few consumers, then writes it once
@@ -425,9 +461,7 @@ class _Builder:
             if i in seen:
                 continue
             seen.add(i)
-            if self.op_of[i] in _SLICES and not written[i]:
-                reads[i] = 1.0
-            elif written[i] or self.op_of[i] == "":
+            if (self.op_of[i] in _SLICES and not written[i]) or written[i] or self.op_of[i] == "":
                 reads[i] = 1.0
             elif self.op_of[i] == "sdy.sharding_constraint":
                 base = i

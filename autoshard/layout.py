@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from autoshard.errors import LayoutError
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
-"""Logical axis -> mesh axes (major to minor), sorted by logical axis; axes with no rule are absent."""
+"""Logical axis -> mesh axes (major to minor), sorted by axis; axes with no rule are absent."""
 
 Spec = tuple[tuple[str, ...], ...]
 """The canonical PartitionSpec: for each dimension the mesh axes that shard it, major to minor."""

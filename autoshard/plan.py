@@ -240,6 +240,7 @@ class Plan:
             shape, dtype = np.shape(x), getattr(x, "dtype", None)
             if tuple(shape) != leaf.shape or (dtype is not None and dtype != leaf.dtype):
                 raise PlanError(
-                    f"{leaf.path}: got {dtype}{list(shape)}, expected {leaf.dtype}{list(leaf.shape)}"
+                    f"{leaf.path}: got {dtype}{list(shape)}, expected"
+                    f" {leaf.dtype}{list(leaf.shape)}"
                 )
         return flat

@@ -108,8 +108,8 @@ def read_plan(path: str | os.PathLike[str]) -> PlanRecord:
         raise PlanError(f"{path} is not an autoshard plan: format is {got!r}, expected {_FORMAT!r}")
     if data.get("schema") != SCHEMA:
         raise PlanError(
-            f"{path} has schema {data.get('schema')!r}, this version reads {SCHEMA}: search again, or"
-            " use the autoshard that wrote it"
+            f"{path} has schema {data.get('schema')!r}, this version reads {SCHEMA}: search again,"
+            " or use the autoshard that wrote it"
         )
     try:
         return PlanRecord(

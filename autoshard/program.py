@@ -272,8 +272,8 @@ def _warn_of_closures(closed: jaxprs.ClosedJaxpr) -> None:
     if total > _CLOSURE_LIMIT_BYTES:
         largest = ", ".join(f"{what} ({size} bytes)" for size, what in sorted(sizes)[::-1][:5])
         warnings.warn(
-            f"step closes over {total} bytes of arrays, which every device will hold whole: {largest};"
-            " pass them in the state or the batch",
+            f"step closes over {total} bytes of arrays, which every device will hold whole:"
+            f" {largest}; pass them in the state or the batch",
             stacklevel=4,
         )
 

@@ -50,7 +50,7 @@ def lower_bound_factor(pairs: list[tuple[Estimate, Estimate]]) -> float:
 
 
 def surely_too_large(estimate: Estimate, limit_bytes: int, factor: float) -> bool:
-    """Whether rung 1 alone may reject: the state, or the lower bound of the peak, exceeds the limit."""
+    """Whether rung 1 alone may reject: the state, or the peak's lower bound, exceeds the limit."""
     return estimate.state_bytes > limit_bytes or estimate.peak_memory_bytes * factor > limit_bytes
 
 

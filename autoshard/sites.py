@@ -1,4 +1,4 @@
-"""Sites: the values inside a step on which a sharding constraint is put, and the rewrite that puts it.
+"""Sites: the values inside a step that take a sharding constraint, and the rewrite that puts it.
 
 The same placement serves rung 1 (every site open), rung 2 and the running step (each site with
 the sharding its layout gives). A site is known again in a lowered module by its tag, a name scope
@@ -20,15 +20,62 @@ _TAG = "autoshard_site_"
 _TAG_PATTERN = re.compile(_TAG + r"(\d+)")
 
 _OPENERS = CONTRACTIONS | frozenset(
-    "gather scatter scatter-add scatter_add scatter-mul scatter-min scatter-max reshape concatenate "
-    "reduce_sum reduce_max cumsum cumprod cummax cumlogsumexp sort top_k reduce_window_sum "
-    "reduce_window_max select_and_scatter_add dynamic_slice dynamic_update_slice".split()
+    [
+        "gather",
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter-mul",
+        "scatter-min",
+        "scatter-max",
+        "reshape",
+        "concatenate",
+        "reduce_sum",
+        "reduce_max",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cumlogsumexp",
+        "sort",
+        "top_k",
+        "reduce_window_sum",
+        "reduce_window_max",
+        "select_and_scatter_add",
+        "dynamic_slice",
+        "dynamic_update_slice",
+    ]
 )
 _QUIET = frozenset(
-    "broadcast_in_dim iota convert_element_type transpose squeeze expand_dims copy pad slice rev "
-    "random_bits random_wrap random_unwrap random_seed random_fold_in random_split stop_gradient "
-    "threefry2x32 shard_map pallas_call custom_call ffi_call optimization_barrier name copy_p "
-    "split argmax argmin".split()
+    [
+        "broadcast_in_dim",
+        "iota",
+        "convert_element_type",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "copy",
+        "pad",
+        "slice",
+        "rev",
+        "random_bits",
+        "random_wrap",
+        "random_unwrap",
+        "random_seed",
+        "random_fold_in",
+        "random_split",
+        "stop_gradient",
+        "threefry2x32",
+        "shard_map",
+        "pallas_call",
+        "custom_call",
+        "ffi_call",
+        "optimization_barrier",
+        "name",
+        "copy_p",
+        "split",
+        "argmax",
+        "argmin",
+    ]
 )
 
 
@@ -112,8 +159,8 @@ class SiteMap:
         results: dict[tuple[int, int], int] = {}
         self._entries[id(jaxpr)], self._uses[id(jaxpr)] = entries, uses
         self._results[id(jaxpr)] = results
-        # Values that carry a sharding already: sited ones, what elementwise chains make of them, and
-        # what the caller hands in.
+        # Values that carry a sharding already: sited ones, what elementwise chains make of them,
+        # and what the caller hands in.
         settled: set[jaxprs.Var] = set(jaxpr.invars)
         if is_loop_body:
             for i, var in enumerate(jaxpr.invars):
@@ -220,6 +267,6 @@ def _worth(var: jaxprs.Atom) -> bool:
 def _enlarges(eqn: jaxprs.JaxprEqn) -> bool:
     """A broadcast of an array: a parameter that meets an activation elementwise."""
     out: jaxprs.Atom = eqn.outvars[0]
-    return eqn.primitive.name == "broadcast_in_dim" and math.prod(
-        out.aval.shape
-    ) > math.prod(getattr(eqn.invars[0].aval, "shape", ()) or (1,))
+    return eqn.primitive.name == "broadcast_in_dim" and math.prod(out.aval.shape) > math.prod(
+        getattr(eqn.invars[0].aval, "shape", ()) or (1,)
+    )

@@ -1,4 +1,4 @@
-"""The search space of one program on one number of devices: enumerate, sample, neighbours, contains."""
+"""The space of one program on one target: enumerate, sample, neighbours, contains."""
 
 import dataclasses
 import itertools

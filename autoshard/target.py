@@ -74,10 +74,10 @@ def find_target(mesh: object, memory_bytes: int | None = None) -> Target:
         devices = tuple(mesh.devices.flat)
     elif isinstance(mesh, str):
         raise TargetError(
-            f"mesh={mesh!r} names hardware that is not here; this version plans for live devices and"
-            " fake CPU meshes: pass a jax.sharding.Mesh or a list of devices"
+            f"mesh={mesh!r} names hardware that is not here; this version plans for live devices"
+            " and fake CPU meshes: pass a jax.sharding.Mesh or a list of devices"
         )
-    elif isinstance(mesh, Sequence) or isinstance(mesh, np.ndarray):
+    elif isinstance(mesh, (Sequence, np.ndarray)):
         devices = tuple(np.asarray(mesh, dtype=object).flat)
     else:
         raise TargetError(

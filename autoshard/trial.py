@@ -42,7 +42,7 @@ class Collective:
     Attributes:
       kind: all_reduce, all_gather, reduce_scatter, all_to_all or collective_permute.
       group_size: devices that take part together.
-      mesh_axes: the mesh axes the group runs over; empty where the groups are not a product of axes.
+      mesh_axes: the mesh axes the group runs over; empty where groups are no product of axes.
       bytes: payload of one execution on one device, in bytes: the larger of the local operand and
         the local result.
       count: executions in one step, loop trips included.
@@ -106,7 +106,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """Where one device's time went in a profiled step, seconds; `idle_s` is the rest of the step."""
+    """Where one device's time went in a profiled step, seconds; `idle_s` is the rest."""
 
     device: str
     compute_s: float
@@ -120,10 +120,10 @@ class Measurement:
 
     Attributes:
       samples_s: wall time of each step, seconds.
-      rounds: for each sample the round it was taken in; candidates measured in the same round pair up.
+      rounds: for each sample the round it was taken in; samples of one round pair up.
       devices: the profile of each device, empty where no trace was taken.
       numerics: "exact", "relative", "reduced" or "unchecked".
-      numerics_error: the largest relative L2 error of the change of a state leaf, None if unchecked.
+      numerics_error: largest relative L2 error of a state leaf's change, None if unchecked.
       numerics_where: the pytree path of that leaf.
       trace: folder of the profiler trace, or "".
     """

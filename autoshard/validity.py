@@ -102,8 +102,8 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
         )
     if result.memory.peak_bytes > target.memory_bytes:
         raise PlanError(
-            f"the plan needs {mebibytes(result.memory.peak_bytes)} a device, {target.describe()} have"
-            f" {mebibytes(target.memory_bytes)} ({target.memory_source})"
+            f"the plan needs {mebibytes(result.memory.peak_bytes)} a device, {target.describe()}"
+            f" have {mebibytes(target.memory_bytes)} ({target.memory_source})"
         )
     now = estimate_of(module, result, CostModel(calibrated(target)))
     ranking = record.evidence.ranking
@@ -113,7 +113,8 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
     old, new = _collectives(then), _collectives(now)
     return [
         f"collectives differ from the record: {kind} in groups of {group}: recorded"
-        f" {mebibytes(old.get((kind, group), 0))} a step, now {mebibytes(new.get((kind, group), 0))}"
+        f" {mebibytes(old.get((kind, group), 0))} a step,"
+        f" now {mebibytes(new.get((kind, group), 0))}"
         for kind, group in sorted(set(old) | set(new))
         if old.get((kind, group), 0) != new.get((kind, group), 0)
     ]

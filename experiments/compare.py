@@ -88,9 +88,9 @@ def _measure(baseline: str) -> dict[str, Any]:
     decodes = _MODEL.value == "decoder"
     task = tasks.decoder_task(sizes.DECODER) if decodes else tasks.mlp_task(sizes.MLP)
     plan = autoshard.load_plan(_PLAN.value, task.model_fn, jax.devices())
-    remat = plan.knobs.get("remat", "none") if _REMAT.value == "plan" else _REMAT.value
+    remat: Any = plan.knobs.get("remat", "none") if _REMAT.value == "plan" else _REMAT.value
     if decodes:
-        model = dataclasses.replace(sizes.DECODER.model, remat=cast(Remat, remat))
+        model = dataclasses.replace(sizes.DECODER.model, remat=remat)
         size = dataclasses.replace(sizes.DECODER, model=model)
         built = decoder.build(size, layout, jax.devices())
     else:

@@ -1,4 +1,4 @@
-"""Jaxprs as data: walking, rebuilding, and the equation of a sharding constraint (jax.extend.core)."""
+"""Jaxprs as data: walking, rebuilding, the equation of a constraint (jax.extend.core)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,8 +19,21 @@ Atom: TypeAlias = Any
 as_function = core.jaxpr_as_fun
 
 CALLS = frozenset(
-    "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr scan while cond".split()
+    [
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "checkpoint",
+        "remat",
+        "remat2",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "scan",
+        "while",
+        "cond",
+    ]
 )
 """Primitives whose inner jaxprs are ordinary code: sites may be put inside. Kernels, manual regions
 (shard_map) and the combiners of reduce, scatter and sort are left alone."""

@@ -1,8 +1,8 @@
 """The compilers' noise on standard error, kept from the user's terminal.
 
-XLA writes its warnings straight to file descriptor 2, past Python. While a program compiles in this
-process the descriptor points to a file; afterwards lines that are XLA's go to the log, all others to
-where they belong.
+XLA writes its warnings straight to file descriptor 2, past Python. While a program compiles in
+this process the descriptor points to a file; afterwards lines that are XLA's go to the log, all
+others to where they belong.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""StableHLO modules and the Shardy partitioner in process (jaxlib.mlir, sdy dialect; 0.10 to 0.12)."""
+"""StableHLO modules and the Shardy partitioner in process (jaxlib.mlir; 0.10 to 0.12)."""
 
 import functools
 import io

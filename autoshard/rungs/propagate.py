@@ -162,4 +162,3 @@ def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[tuple[int, fl
         change[position] += bytes_
         change[min(position + 2, len(change) - 1)] -= bytes_
     return float(np.cumsum(change).max(initial=0.0))
-

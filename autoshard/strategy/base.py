@@ -24,7 +24,7 @@ class Strategy(Protocol):
     """
 
     def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
-        """Candidates of `space` to judge next, none of them in `history`; () when there are none."""
+        """Candidates of `space` to judge next, none in `history`; () when there are none."""
         ...
 
 

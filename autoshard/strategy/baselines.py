@@ -41,22 +41,22 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
     batch = [a.name for a in space.axes.axes if a.is_batch and not a.is_loop]
     for mesh in meshes:
         every = tuple(name for name, _ in mesh)
-        spread = {a: every for a in batch}
+        spread = dict.fromkeys(batch, every)
         add("data parallel", space.layout(mesh, spread, {}))
         add("FSDP", space.layout(mesh, spread, _storage(space, count, every)))
         for cut in _tensor_axes(space, count):
-            to = {a: every for a in cut}
+            to = dict.fromkeys(cut, every)
             add("tensor parallel", space.layout(mesh, to, to))
     for mesh in _two_axis_meshes(space, count):
         (data, n), (model, m) = mesh
         for cut in _tensor_axes(space, m):
-            to = {a: (model,) for a in cut}
-            shards = {a: (data,) for a in _storage(space, n, (data,), taken=cut)}
+            to = dict.fromkeys(cut, (model,))
+            shards = dict.fromkeys(_storage(space, n, (data,), taken=cut), (data,))
             add(
                 "FSDP x TP",
-                space.layout(mesh, {**{a: (data,) for a in batch}, **to}, {**shards, **to}),
+                space.layout(mesh, {**dict.fromkeys(batch, (data,)), **to}, {**shards, **to}),
             )
-            add("data x TP", space.layout(mesh, {**{a: (data,) for a in batch}, **to}, to))
+            add("data x TP", space.layout(mesh, {**dict.fromkeys(batch, (data,)), **to}, to))
     return tuple(found)
 
 
@@ -91,7 +91,7 @@ def _storage(
         gains = {a: sum(size for size, held in open_ if a in held) for a in usable}
         best = max(gains, key=lambda a: gains[a], default=None)
         if best is None or gains[best] == 0:
-            return {a: to for a in chosen}
+            return dict.fromkeys(chosen, to)
         chosen.append(best)
 
 
