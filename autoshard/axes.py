@@ -27,6 +27,7 @@ class LogicalAxis:
     Attributes:
       name: the model's own name for it, "batch", or the path that shows it first, with its size.
       size: number of elements; where tied dimensions differ (S and S+1), the largest.
+      sizes: all of them, ascending.
       is_batch: examples of the batch lie along it.
       is_data: the batch carries it and the state does not.
       is_loop: a loop runs over it one slice at a time; not sharded by default.
@@ -37,6 +38,7 @@ class LogicalAxis:
 
     name: str
     size: int
+    sizes: tuple[int, ...]
     is_batch: bool = False
     is_data: bool = False
     is_loop: bool = False
@@ -74,12 +76,20 @@ class Axes:
         raise KeyError(name)
 
 
+_BARRIERS = frozenset({"stablehlo.optimization_barrier"})
+_NEIGHBOURS = frozenset(
+    {"stablehlo.reduce_window", "stablehlo.select_and_scatter", "stablehlo.convolution"}
+)
+"""Operations that make one element of several neighbours."""
+
+
 class _Ties:
     """Collects the ties of one module."""
 
     def __init__(self) -> None:
         self.dims: dict[shardy.Value, list[Factor]] = {}
         self.alike: list[tuple[Factor, Factor]] = []
+        self.constant: set[shardy.Value] = set()
         self.opaque: list[str] = []
         self.produced: list[Factor] = []
         self.contracted: list[Factor] = []
@@ -89,7 +99,9 @@ class _Ties:
         found = self.dims.get(value)
         if found is None:
             shape, _ = shardy.shape_and_bits(str(value.type))
-            found = self.dims[value] = [Factor(n) for n in shape]
+            found = [Factor(n) for n in shape]
+            if value not in self.constant:
+                self.dims[value] = found
         return found
 
     def same(self, *values: shardy.Value) -> None:
@@ -100,11 +112,26 @@ class _Ties:
                 for x, y in zip(first, other, strict=True):
                     self.pair(x, y)
 
-    def pair(self, x: Factor, y: Factor) -> None:
+    def pair(self, x: Factor, y: Factor, major: bool = False) -> None:
         if x.size == y.size:
             factors_.tie([x], [y])
-        elif x.size > 1 and y.size > 1 and not factors_.tie_unequal(x, y):
+        elif x.size > 1 and y.size > 1 and not factors_.tie_unequal(x, y, major):
             self.alike.append((x, y))
+
+    def kin(self) -> dict[Factor, Factor]:
+        """Factors of different sizes that hold the same thing (S and S+1) -> one of them."""
+        found: dict[Factor, Factor] = {}
+
+        def root(f: Factor) -> Factor:
+            while f in found:
+                f = found[f]
+            return f
+
+        for x, y in self.alike:
+            a, b = x.leaves(), y.leaves()
+            if len(a) == 1 and len(b) == 1 and root(a[0]) is not root(b[0]):
+                found[root(b[0])] = root(a[0])
+        return {f: root(f) for f in found}
 
     def block(self, block: shardy.Block, in_loop: bool) -> None:
         for op in block.operations:
@@ -113,6 +140,14 @@ class _Ties:
     def operation(self, op: shardy.Operation, in_loop: bool) -> None:
         name = op.name
         rule = shardy.factors_of(op)
+        # The partitioner gives each use of a constant expression a copy of its own: it ties nothing.
+        if (
+            name != "sdy.sharding_constraint"
+            and len(op.regions) == 0
+            and all(v in self.constant for v in op.operands)
+        ):
+            self.constant.update(op.results)
+            return
         if name == "sdy.sharding_constraint":
             index = site_of_location(str(op.location))
             if index is not None:
@@ -141,7 +176,7 @@ class _Ties:
                         self.same(result, value)
         elif rule is not None:
             self.rule(op, rule)
-        elif len(op.operands) == len(op.results) and len(op.results) > 0:
+        elif len(op.operands) == len(op.results) and name in _BARRIERS:
             for operand, result in zip(op.operands, op.results, strict=True):
                 if operand.type == result.type:
                     self.same(operand, result)
@@ -159,6 +194,7 @@ class _Ties:
                     x.leaves()[0].is_loop = True
 
     def rule(self, op: shardy.Operation, rule: shardy.Factors) -> None:
+        major = op.name in _NEIGHBOURS or any(n > 1 for n in shardy.strides(op))
         atoms = [Factor(n) for n in rule.sizes]
         pairs = [
             *zip(op.operands, rule.operands, strict=True),
@@ -171,7 +207,7 @@ class _Ties:
                 if not parts or dim.size == 1:
                     continue
                 if len(parts) == 1:
-                    self.pair(parts[0], dim)
+                    self.pair(parts[0], dim, major)
                 elif factors_.size_of(parts) == dim.size:
                     factors_.tie([dim], parts)
         if op.name == "stablehlo.dot_general" or op.name == "stablehlo.convolution":
@@ -197,12 +233,6 @@ def find_axes(program: Program, module: shardy.Operation, sites: list[Site]) -> 
     for i in range(len(program.state) if program.returns_state else 0):
         for x, y in zip(arguments[i], returned[i], strict=True):
             ties.pair(x, y)  # the new state is the next step's old one
-    for x, y in ties.alike:
-        a, b = x.leaves(), y.leaves()
-        if len(a) == 1 and len(b) == 1 and a[0] is not b[0]:
-            b[0]._parent = a[0]
-            a[0].size = max(a[0].size, b[0].size)
-            a[0].is_loop |= b[0].is_loop
     return _Namer(program, sites, ties, arguments, returned).axes()
 
 
@@ -233,9 +263,11 @@ class _Namer:
         self.ties = ties
         self.arguments = arguments
         self.returned = returned
+        self.kin = ties.kin()
         self.order: list[Factor] = []
         self.marks: dict[Factor, list[tuple[str, int, int]]] = {}
         self.tensors: list[list[Factor]] = []
+        self.weight = {leaf.path: leaf.bytes for leaf in program.state}
         self.on_state: set[Factor] = set()
         self.on_batch: set[Factor] = set()
 
@@ -251,6 +283,7 @@ class _Namer:
             LogicalAxis(
                 name=name,
                 size=max(f.size for f in group),
+                sizes=tuple(sorted({f.size for f in group})),
                 is_batch=any(f in batch for f in group),
                 is_data=all(f in self.on_batch and f not in self.on_state for f in group),
                 is_loop=any(f.is_loop for f in group),
@@ -350,23 +383,30 @@ class _Namer:
         for held in self.tensors:
             for f in held:
                 rivals.setdefault(f, set()).update(g for g in held if g is not f)
+        families: dict[Factor, list[Factor]] = {}
+        for f in self.order:
+            families.setdefault(self.kin.get(f, f), []).append(f)
         classes: dict[object, list[list[Factor]]] = {}
         ordered: list[list[Factor]] = []
-        for f in self.order:
+        for family in families.values():
+            marks = {
+                (_normal(p), d, k) for f in family for p, d, k in self.marks.get(f, ())
+            }
             signature: object = (
-                f.size,
-                f.is_loop,
-                tuple(sorted({(_normal(p), d, k) for p, d, k in self.marks.get(f, ())})),
+                tuple(f.size for f in family),
+                any(f.is_loop for f in family),
+                tuple(sorted(marks)),
             )
-            if f in batch:
-                signature = ("batch", id(f))
+            if any(f in batch for f in family):
+                signature = ("batch", id(family))
+            others = {g for f in family for g in rivals.get(f, ())}
             alternatives = classes.setdefault(signature, [])
             for group in alternatives:
-                if not any(g in rivals.get(f, ()) for g in group):
-                    group.append(f)
+                if not any(g in others for g in group):
+                    group.extend(family)
                     break
             else:
-                alternatives.append([f])
+                alternatives.append(list(family))
                 ordered.append(alternatives[-1])
         return ordered
 
@@ -377,9 +417,9 @@ class _Namer:
         for group in groups:
             own = next((given[f] for f in group if f in given), None)
             marks = self.marks.get(group[0], [("value", 0, 0)])
-            # The state names an axis better than the batch: `embed.w[1]` rather than `x[1]`.
-            path, dim, part = next((m for m in marks if m[0].startswith("state")), marks[0])
-            base = _short(_normal(path)) if "@" not in path else path
+            # The largest state leaf names an axis best: `kernel[1]` rather than `bias[0]` or `x[1]`.
+            path, dim, part = max(marks, key=lambda m: self.weight.get(m[0], -1))
+            base = path if "@" in path else _short(_normal(path) if len(group) > 1 else path)
             if any(f in batch for f in group):
                 name = "batch" if len(batches) == 1 else f"batch.{base}"
             elif own is not None:

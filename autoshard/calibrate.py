@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.cost import KINDS, Constants, LinkCost
 from autoshard.target import Target
 
-REVISION = 2
+REVISION = 3
 _ROUNDS = 5
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
@@ -94,6 +94,7 @@ def calibrate(target: Target) -> Constants:
         bandwidth_bytes_per_s=work * 8.0 * width / above("copy"),
         launch_s=above("kernels") / (2 * _TINY * work),
         shared=shared,
+        forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),
         links=tuple(links),
         date=datetime.date.today().isoformat(),
     )
@@ -104,6 +105,18 @@ def _many_products(x: jax.Array) -> jax.Array:
     for _ in range(_TINY):
         x = jnp.einsum("nij,njk->nik", x, x) * 0.1
     return x
+
+
+def _forms_reduce_scatter(target: Target) -> bool:
+    """Asks the compiler: is a product summed over a mesh axis and cut along it one operation?"""
+    n = target.device_count
+    mesh = target.mesh((("x", n),))
+    columns, rows = (NamedSharding(mesh, PartitionSpec(*s)) for s in ((None, "x"), ("x", None)))
+    shape = jax.ShapeDtypeStruct((64 * n, 64 * n), jnp.float32)
+    product = jax.jit(
+        lambda a, b: a @ b, in_shardings=(columns, rows), out_shardings=rows
+    ).lower(shape, shape)
+    return "reduce-scatter" in (product.compile().as_text() or "")
 
 
 def _collective(target: Target, kind: str, group: int, size: int) -> Callable[[], object]:

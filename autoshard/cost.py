@@ -17,7 +17,7 @@ import numpy as np
 
 from autoshard.trial import Collective
 
-MODEL_REVISION = 1
+MODEL_REVISION = 2
 """Part of every journal key: raise it when a change here changes estimates."""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
@@ -50,6 +50,8 @@ class Constants:
       bandwidth_bytes_per_s: memory traffic.
       launch_s: fixed cost of a kernel.
       shared: the rates are of a host whose cores all devices share.
+      forms_reduce_scatter: the compiler makes one reduce-scatter of an all-reduce whose result is
+        sliced along the same axes; else the whole is reduced and then cut.
       links: measured or catalogued collectives.
       date: ISO date of the calibration, or of the catalogue entry.
     """
@@ -61,6 +63,7 @@ class Constants:
     bandwidth_bytes_per_s: float
     launch_s: float
     shared: bool
+    forms_reduce_scatter: bool
     links: tuple[LinkCost, ...]
     date: str
 

@@ -75,10 +75,14 @@ def tie(left: list[Factor], right: list[Factor]) -> bool:
     return True
 
 
-def tie_unequal(big: Factor, small: Factor) -> bool:
+def tie_unequal(big: Factor, small: Factor, major: bool = False) -> bool:
     """Ties dimensions of different sizes that hold the same thing (slices, pads, concatenations).
 
     A slice of one part in n (queries out of a fused projection) is tied to the minor part.
+
+    Args:
+      major: the small one has an element for each n neighbours of the big one (strided slices,
+        pooling): it is tied to the major part.
 
     Returns:
       False if the sizes do not divide: the caller may name both the same, but cannot tie factors.
@@ -87,7 +91,8 @@ def tie_unequal(big: Factor, small: Factor) -> bool:
         big, small = small, big
     if small.size <= 1 or big.size % small.size:
         return False
-    return tie([big], [Factor(big.size // small.size), small])
+    rest = Factor(big.size // small.size)
+    return tie([big], [small, rest] if major else [rest, small])
 
 
 def size_of(factors: list[Factor]) -> int:

@@ -88,6 +88,27 @@ class Layout:
             as_written=self.as_written,
         )
 
+    def spread_over(self, mesh: tuple[tuple[str, int], ...]) -> "Layout | None":
+        """The same layout on `mesh`, axes of which `canonical` merged or left out; None if on another."""
+        rest = [(name, size) for name, size in mesh if size > 1]
+        wide: dict[str, tuple[str, ...]] = {}
+        for name, size in self.mesh:
+            group: list[str] = []
+            while size > 1 and rest and size % rest[0][1] == 0:
+                size //= rest[0][1]
+                group.append(rest.pop(0)[0])
+            if size > 1 or (group and group[0] != name):
+                return None
+            wide[name] = tuple(group)
+        if rest:
+            return None
+        return dataclasses.replace(
+            self,
+            mesh=mesh,
+            compute=rules({a: [x for m in to for x in wide[m]] for a, to in self.compute}),
+            storage=rules({a: [x for m in to for x in wide[m]] for a, to in self.storage}),
+        )
+
     def to_json(self) -> dict[str, object]:
         """Plain JSON: names, never positions; `mesh` is a list of pairs because order matters."""
         return {

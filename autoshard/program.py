@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any  # the user's own pytrees have no narrower type
 
 import jax
@@ -57,6 +57,9 @@ class Program:
       written: the same with them, or None if there are none.
       written_meshes: the meshes that the user's own constraints name.
       manual: source lines of manual regions (shard_map) inside the step.
+      pinned_mesh: the mesh whose axes `step` itself names (manual regions, kept constraints): only
+        layouts on that mesh can run it; else None.
+      pins: source lines of what names it.
       state, batch, metrics: the leaves, in flat order.
       state_tree, batch_tree, metrics_tree: the pytrees of those leaves.
       knobs: the knob values it was made with.
@@ -69,6 +72,8 @@ class Program:
     written: jaxprs.ClosedJaxpr | None
     written_meshes: tuple[tuple[tuple[str, int], ...], ...]
     manual: tuple[str, ...]
+    pinned_mesh: tuple[tuple[str, int], ...] | None
+    pins: tuple[str, ...]
     state: tuple[Leaf, ...]
     batch: tuple[Leaf, ...]
     metrics: tuple[Leaf, ...]
@@ -138,18 +143,16 @@ def trace(
     _check_keys(state + batch, closed)
     _warn_of_closures(closed)
     stripped, shardings, manual = _strip(closed)
-    meshes = []
-    for sharding in shardings:
-        if isinstance(sharding, NamedSharding):
-            shape = tuple(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))
-            if shape and shape not in meshes:
-                meshes.append(shape)
+    meshes = _meshes(s.mesh for s in shardings if isinstance(s, NamedSharding))
+    pinned_mesh, pins = _pinned(manual, meshes if keep_constraints else ())
     return Program(
         workload=workload,
         step=closed if keep_constraints else stripped,
         written=closed if shardings else None,
-        written_meshes=tuple(meshes),
-        manual=manual,
+        written_meshes=meshes,
+        manual=tuple(manual),
+        pinned_mesh=pinned_mesh,
+        pins=pins,
         state=state,
         batch=batch,
         metrics=metrics,
@@ -177,6 +180,7 @@ def trace_function(
     with _note("while tracing a function given to plan.jit"):
         closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
     stripped, _, manual = _strip(closed)
+    pinned_mesh, pins = _pinned(manual, ())
     state_leaves, state_tree = _leaves("state", shapes[0])
     if state_tree != like.state_tree:
         raise WorkloadError(f"the state has structure {state_tree}, expected {like.state_tree}")
@@ -187,7 +191,9 @@ def trace_function(
         step=stripped,
         written=None,
         written_meshes=(),
-        manual=manual,
+        manual=tuple(manual),
+        pinned_mesh=pinned_mesh,
+        pins=pins,
         returns_state=False,
         state=state_leaves,
         batch=batch_leaves,
@@ -278,12 +284,32 @@ def _warn_of_closures(closed: jaxprs.ClosedJaxpr) -> None:
         )
 
 
+def _meshes(meshes: Iterable[jaxprs.AnyMesh]) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Shapes of meshes, each once; meshes without axes left out."""
+    shapes = (tuple(zip(m.axis_names, m.axis_sizes, strict=True)) for m in meshes)
+    return tuple(dict.fromkeys(s for s in shapes if s))
+
+
+def _pinned(
+    manual: Mapping[str, jaxprs.AnyMesh], kept: tuple[tuple[tuple[str, int], ...], ...]
+) -> tuple[tuple[tuple[str, int], ...] | None, tuple[str, ...]]:
+    """The mesh that a step names itself, and where."""
+    found = tuple(dict.fromkeys((*_meshes(manual.values()), *kept)))
+    pins = (*manual, *(("its sharding constraints",) if kept else ()))
+    if len(found) > 1:
+        raise WorkloadError(
+            f"step names the axes of several meshes: {', '.join(str(dict(m)) for m in found)}, at"
+            f" {', '.join(pins)}; one mesh must serve the whole step"
+        )
+    return (found[0] if found else None), pins
+
+
 def _strip(
     closed: jaxprs.ClosedJaxpr,
-) -> tuple[jaxprs.ClosedJaxpr, list[object], tuple[str, ...]]:
-    """Takes the user's own constraints out; returns also their shardings and the manual regions."""
+) -> tuple[jaxprs.ClosedJaxpr, list[object], dict[str, jaxprs.AnyMesh]]:
+    """Takes the user's own constraints out; returns also their shardings, and manual regions' meshes."""
     shardings: list[object] = []
-    manual: list[str] = []
+    manual: dict[str, jaxprs.AnyMesh] = {}
     memo: dict[int, jaxprs.Jaxpr] = {}
 
     def rewrite(jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
@@ -298,7 +324,7 @@ def _strip(
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name == "shard_map":
-                manual.append(jaxprs.source_line(eqn))
+                manual[jaxprs.source_line(eqn) or "shard_map"] = eqn.params["mesh"]
             if name == "sharding_constraint":
                 shardings.append(eqn.params.get("sharding"))
                 alias[eqn.outvars[0]] = read(eqn.invars[0])
@@ -321,7 +347,7 @@ def _strip(
 
     new = rewrite(closed.jaxpr)
     stripped = closed if new is closed.jaxpr else jaxprs.ClosedJaxpr(new, closed.consts)
-    return stripped, shardings, tuple(manual)
+    return stripped, shardings, manual
 
 
 def sample_batch(program: Program, seed: int) -> list[np.ndarray]:

@@ -82,7 +82,7 @@ class Space:
             if not a.is_loop
             and a.name not in pinned
             and a.where
-            and any(a.size % n == 0 for n in sizes)
+            and any(size % n == 0 for size in a.sizes for n in sizes)
         )
 
     def specs(self, layout: Layout) -> Specs:
@@ -93,8 +93,16 @@ class Space:
             return self.written.specs
         return resolve(self.program, self.axes, list(self.sites), layout, dict(self.fixed_leaves))
 
+    def canonical(self, layout: Layout) -> Layout:
+        """The one form a layout has in this space: a step that names mesh axes keeps its mesh."""
+        found = layout.canonical()
+        pinned = self.program.pinned_mesh
+        if pinned is None or layout.as_written:
+            return found
+        return found.spread_over(pinned) or found
+
     def candidate(self, layout: Layout) -> Candidate:
-        return Candidate(layout=layout.canonical(), knobs=self.knobs)
+        return Candidate(layout=self.canonical(layout), knobs=self.knobs)
 
     def layout(
         self,
@@ -106,12 +114,14 @@ class Space:
         """A canonical layout with the pinned rules put in."""
         names = {name for name, _ in mesh}
         pinned = {a: to for a, to in self.pinned if set(to) <= names}
-        return Layout(
-            mesh=mesh,
-            compute=rules({**compute, **pinned}),
-            storage=rules({**storage, **pinned}),
-            occurrences=tuple(sorted((occurrences or {}).items())),
-        ).canonical()
+        return self.canonical(
+            Layout(
+                mesh=mesh,
+                compute=rules({**compute, **pinned}),
+                storage=rules({**storage, **pinned}),
+                occurrences=tuple(sorted((occurrences or {}).items())),
+            )
+        )
 
     def contains(self, candidate: Candidate) -> str | None:
         """None if the candidate belongs to the space, else the reason why not."""
@@ -123,6 +133,12 @@ class Space:
             return None if self.written else "the step has no constraints of its own to keep"
         if layout.device_count != count:
             return f"the mesh has {layout.device_count} devices, the target {count}"
+        own = self.program.pinned_mesh
+        if own is not None and layout.mesh != own:
+            return (
+                f"the step names the mesh axes of {dict(own)} itself, at"
+                f" {', '.join(self.program.pins[:3])}: no other mesh can run it"
+            )
         known = {a.name: a for a in self.axes.axes}
         for axis, to in (*layout.compute, *layout.storage):
             if axis not in known:
@@ -161,7 +177,8 @@ class Space:
         found: list[tuple[str, ...]] = [()]
         for length in range(1, len(names) + 1):
             for to in itertools.combinations(names, length):
-                if axis.size % math.prod(sizes[m] for m in to) == 0:
+                ways = math.prod(sizes[m] for m in to)
+                if any(n % ways == 0 for n in axis.sizes):
                     found.append(to)
         return found
 
@@ -222,7 +239,7 @@ class Space:
         seen = {candidate.layout}
         for layout in (candidate.layout, *self._divided(candidate.layout)):
             for near in self._changed(layout):
-                near = near.canonical()
+                near = self.canonical(near)
                 if near not in seen:
                     seen.add(near)
                     found = self.candidate(near)

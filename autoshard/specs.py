@@ -135,6 +135,7 @@ def resolve(
         if i in fixed:
             inputs.append(fixed[i])
             continue
+        dims = dims[: len(leaf.shape)]  # a PRNG key has one more dimension, of its words
         found = resolver.leaf(dims, i < count, leaf.path)
         spec = found.spec
         if i >= count and not any(spec):

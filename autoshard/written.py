@@ -7,7 +7,6 @@ what the constraints imply.
 import dataclasses
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard.analysis import Analysis
 from autoshard.compat import jaxprs, shardy
@@ -32,43 +31,12 @@ class Written:
     specs: Specs
 
 
-def on_mesh(closed: jaxprs.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> jaxprs.ClosedJaxpr:
-    """The step with every constraint of its own moved to `mesh`, which has the same axis names."""
-    memo: dict[int, jaxprs.Jaxpr] = {}
-
-    def moved(sharding: object) -> object:
-        if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names:
-            return NamedSharding(mesh, sharding.spec)
-        return sharding
-
-    def rewrite(jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
-        if id(jaxpr) in memo:
-            return memo[id(jaxpr)]
-        eqns = []
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "sharding_constraint":
-                sharding = moved(eqn.params["sharding"])
-                if isinstance(sharding, NamedSharding):
-                    eqn = jaxprs.constraint_equation(
-                        eqn.invars[0], eqn.outvars[0], sharding, "as_written", eqn
-                    )
-            else:
-                eqn = jaxprs.with_inner(eqn, rewrite)
-                if jaxprs.has_shardings(eqn):
-                    eqn = jaxprs.moved_shardings(eqn, moved)
-            eqns.append(eqn)
-        memo[id(jaxpr)] = jaxpr.replace(eqns=eqns)
-        return memo[id(jaxpr)]
-
-    return jaxprs.ClosedJaxpr(rewrite(closed.jaxpr), closed.consts)
-
-
 def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform: str) -> Written:
     """Analyses the step with its own constraints on a mesh of the author's shape."""
     assert program.written is not None
     abstract = jaxprs.abstract_mesh(mesh)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.inputs]
-    closed = on_mesh(program.written, abstract)
+    closed = jaxprs.on_mesh(program.written, abstract)
     module = shardy.flatten(shardy.lower_abstract(closed, shapes, platform))
     shardy.tag(module)
     attributes = shardy.Attributes(module.context)
@@ -108,7 +76,7 @@ def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[
     closed = jax.make_jaxpr(lambda: jax.tree.leaves(program.workload.init()))()
     if not any(e.primitive.name == "sharding_constraint" for e in jaxprs.equations(closed.jaxpr)):
         return None
-    moved = on_mesh(closed, jaxprs.abstract_mesh(mesh))
+    moved = jaxprs.on_mesh(closed, jaxprs.abstract_mesh(mesh))
     module = shardy.flatten(shardy.lower_abstract(moved, [], platform))
     shardy.tag(module)
     out: list[shardy.Dims] = [tuple(((), True) for _ in x.shape) for x in program.state]

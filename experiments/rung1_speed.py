@@ -101,6 +101,7 @@ def _constants() -> Constants:
         bandwidth_bytes_per_s=3e12,
         launch_s=3e-6,
         shared=False,
+        forms_reduce_scatter=True,
         links=tuple(
             LinkCost(kind=k, group_size=g, latency_s=1e-5, s_per_byte=1e-11)
             for k in KINDS

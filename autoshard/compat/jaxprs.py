@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 ClosedJaxpr = core.ClosedJaxpr
 Jaxpr = core.Jaxpr
@@ -17,6 +17,7 @@ Literal = core.Literal
 Var: TypeAlias = Any
 Atom: TypeAlias = Any
 as_function = core.jaxpr_as_fun
+AnyMesh = Mesh | AbstractMesh
 
 CALLS = frozenset(
     [
@@ -174,6 +175,44 @@ def open_sharding(rank: int) -> NamedSharding:
     return NamedSharding(
         abstract_mesh([("_", 2)]), PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * rank)
     )
+
+
+def on_mesh(closed: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
+    """The step with every constraint and manual region of its own moved to `mesh`.
+
+    Args:
+      mesh: has the same axis names.
+    """
+    memo: dict[int, Jaxpr] = {}
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+    def moved(sharding: object) -> object:
+        if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names:
+            return NamedSharding(mesh, sharding.spec)
+        return sharding
+
+    def rewrite(jaxpr: Jaxpr) -> Jaxpr:
+        if id(jaxpr) in memo:
+            return memo[id(jaxpr)]
+        eqns = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "sharding_constraint":
+                sharding = moved(eqn.params["sharding"])
+                if isinstance(sharding, NamedSharding):
+                    eqn = constraint_equation(
+                        eqn.invars[0], eqn.outvars[0], sharding, "as_written", eqn
+                    )
+            elif eqn.primitive.name == "shard_map":
+                eqn = eqn.replace(params={**eqn.params, "mesh": abstract})
+            else:
+                eqn = with_inner(eqn, rewrite)
+                if has_shardings(eqn):
+                    eqn = moved_shardings(eqn, moved)
+            eqns.append(eqn)
+        memo[id(jaxpr)] = jaxpr.replace(eqns=eqns)
+        return memo[id(jaxpr)]
+
+    return ClosedJaxpr(rewrite(closed.jaxpr), closed.consts)
 
 
 def source_line(eqn: JaxprEqn) -> str:

@@ -156,14 +156,26 @@ def main_function(module: Operation) -> Operation:
 
 
 def mesh_operation(module: Operation) -> Operation | None:
+    """The mesh that the sites name; PRNG keys bring a second one, without axes, of JAX's own."""
     for op in module.regions[0].blocks[0].operations:
-        if op.operation.name == "sdy.mesh":
-            return op.operation
+        operation = op.operation
+        if operation.name == "sdy.mesh" and operation.attributes["sym_name"].value == MESH_NAME:
+            return operation
     return None
 
 
 def shape_of(value: Value) -> tuple[int, ...]:
     return shape_and_bits(str(value.type))[0]
+
+
+def strides(operation: Operation) -> list[int]:
+    """How many elements of the larger side lie between two of a slice's or a pad's smaller one."""
+    attributes = operation.attributes
+    if operation.name == "stablehlo.slice":
+        return list(ir.DenseI64ArrayAttr(attributes["strides"]))
+    if operation.name == "stablehlo.pad":
+        return [n + 1 for n in ir.DenseI64ArrayAttr(attributes["interior_padding"])]
+    return []
 
 
 @functools.lru_cache(maxsize=4096)

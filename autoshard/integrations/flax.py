@@ -256,8 +256,11 @@ def _step(
 def _accumulated(
     gradient: Gradient, accumulate: int, state: TrainState, batch: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
+    # Every accumulate-th example forms a part, so that the examples stay the major factor of the
+    # dimension: a contiguous sharding of the batch is one of each part, and nothing is exchanged.
     parts = jax.tree.map(
-        lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), batch
+        lambda x: x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:]).swapaxes(0, 1),
+        batch,
     )
 
     def body(carry: tuple[Any, Any], part: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:

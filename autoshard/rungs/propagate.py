@@ -10,7 +10,8 @@ from autoshard.analysis import Analysis
 from autoshard.compat import shardy
 from autoshard.cost import CostModel
 from autoshard.kernels import KernelTable
-from autoshard.layout import Layout
+from autoshard.layout import Layout, Spec
+from autoshard.program import Leaf
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
@@ -45,14 +46,14 @@ class Propagator:
 
     def _estimate(self, specs: Specs, cost: CostModel, start: float) -> Estimate:
         analysis = self._analysis
-        kernels = analysis.kernels
+        program, kernels = analysis.program, analysis.kernels
         sizes = dict(specs.mesh)
         if specs.mesh:
             judged = shardy.judge(
                 analysis.module,
                 specs.mesh,
-                [_closed(s) for s in specs.inputs],
-                [_closed(s) for s in specs.outputs],
+                [_closed(s, x) for s, x in zip(specs.inputs, program.inputs, strict=True)],
+                [_closed(s, x) for s, x in zip(specs.outputs, program.outputs, strict=True)],
                 {i: tuple(zip(s.spec, s.open, strict=True)) for i, s in specs.sites.items()},
                 analysis.site_of_tag,
                 self._attributes,
@@ -87,7 +88,8 @@ class Propagator:
                 for tag, axes in judged.contracted.items()
                 if tag in kernels.tags
             }
-            collectives, spikes = self._communication(judged, sizes)
+            forms = cost.constants.forms_reduce_scatter
+            collectives, spikes = self._communication(judged, sizes, forms)
         local = kernels.value_bytes / divided
         ways_of_kernel = divided[kernels.kernel_value].copy()
         for k, value in enumerate(kernels.kernel_value):
@@ -103,7 +105,7 @@ class Propagator:
         trips = np.where(alive, kernels.kernel_trips, 0.0)
         compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_contracts)
         communication_s = cost.collectives_s(collectives)
-        state_count = len(analysis.program.state)
+        state_count = len(program.state)
         arguments = [local[v] for v in kernels.argument_values]
         peak = sum(arguments) + _peak_of(kernels, local, spikes)
         return Estimate(
@@ -123,14 +125,15 @@ class Propagator:
         )
 
     def _communication(
-        self, judged: shardy.Judged, sizes: dict[str, int]
+        self, judged: shardy.Judged, sizes: dict[str, int], forms: bool
     ) -> tuple[list[Collective], list[tuple[int, float]]]:
+        """What is sent, and the buffers that receive it as (position, bytes)."""
         kernels = self._analysis.kernels
         collectives = []
         spikes = []
         for kind, axes, before, after, block, tag, sliced, location in judged.communication:
             trips = kernels.trips.get(block, 1.0)
-            if kind == "all_reduce" and sliced and set(sliced) == set(axes):
+            if kind == "all_reduce" and forms and sliced and set(sliced) == set(axes):
                 kind = "reduce_scatter"
             found = _SOURCE.search(location)
             collectives.append(
@@ -147,8 +150,9 @@ class Propagator:
         return collectives, spikes
 
 
-def _closed(spec: tuple[tuple[str, ...], ...]) -> shardy.Dims:
-    return tuple((axes, False) for axes in spec)
+def _closed(spec: Spec, leaf: Leaf) -> shardy.Dims:
+    """Every dimension closed; a PRNG key's words are a dimension of their own, and stay together."""
+    return tuple((axes, False) for axes in (*spec, *((),) * leaf.is_key))
 
 
 def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[tuple[int, float]]) -> float:
