@@ -34,7 +34,9 @@ def analyse(program: Program, platform: str) -> Analysis:
     """Lowers a program once with every site open and reads what the partitioner knows of it."""
     returned = len(program.state) if program.returns_state else 0
     sites = find_sites(program.step, len(program.state), returned)
-    opened = sites.constrained(lambda site: jaxprs.open_sharding(len(site.shape)))
+    opened = sites.constrained(
+        lambda site: jaxprs.open_sharding(len(site.shape), program.pinned_mesh)
+    )
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in program.inputs]
     module = shardy.flatten(shardy.lower_abstract(opened, shapes, platform))
     shardy.tag(module)

@@ -18,7 +18,6 @@ from autoshard.program import Leaf, Program
 from autoshard.sites import Site
 from autoshard.specs import Specs
 from autoshard.target import Target
-from autoshard.written import on_mesh
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
@@ -57,7 +56,7 @@ def constrained_step(analysis: Analysis, specs: Specs, mesh: Mesh) -> jaxprs.Clo
     if not specs.mesh:
         return program.step  # one device: nothing to shard
     if not analysis.axes.sites and program.written is not None:
-        return on_mesh(program.written, mesh)
+        return jaxprs.on_mesh(program.written, mesh)
     return analysis.sites.constrained(site_shardings(specs, mesh))
 
 
@@ -101,7 +100,7 @@ def lower_unsharded(program: Program, target: Target) -> Module:
     """The step on one device, with no constraint: what every layout must agree with."""
     none = [tuple(() for _ in leaf.shape) for leaf in program.inputs]
     out = [tuple(() for _ in leaf.shape) for leaf in program.outputs]
-    jitted = jax.jit(jaxprs.as_function(program.step), keep_unused=True)
+    jitted = jax.jit(jaxprs.as_function(program.plain), keep_unused=True)
     lowered = jitted.trace(*shapes(program.inputs)).lower(lowering_platforms=(_platform(target),))
     return module_of(
         lowered,

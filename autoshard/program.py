@@ -53,7 +53,8 @@ class Program:
     Attributes:
       workload: what was traced.
       step: flat jaxpr, (state leaves, batch leaves) -> (new state leaves, metric leaves), without
-        the user's own sharding constraints.
+        the user's own sharding constraints unless they are kept.
+      plain: the same without them in any case.
       written: the same with them, or None if there are none.
       written_meshes: the meshes that the user's own constraints name.
       manual: source lines of manual regions (shard_map) inside the step.
@@ -69,6 +70,7 @@ class Program:
 
     workload: Workload
     step: jaxprs.ClosedJaxpr
+    plain: jaxprs.ClosedJaxpr
     written: jaxprs.ClosedJaxpr | None
     written_meshes: tuple[tuple[tuple[str, int], ...], ...]
     manual: tuple[str, ...]
@@ -145,9 +147,13 @@ def trace(
     stripped, shardings, manual = _strip(closed)
     meshes = _meshes(s.mesh for s in shardings if isinstance(s, NamedSharding))
     pinned_mesh, pins = _pinned(manual, meshes if keep_constraints else ())
+    step = closed if keep_constraints else stripped
+    if pinned_mesh is not None:
+        step = jaxprs.on_mesh(step, jaxprs.abstract_mesh(pinned_mesh))
     return Program(
         workload=workload,
-        step=closed if keep_constraints else stripped,
+        step=step,
+        plain=stripped,
         written=closed if shardings else None,
         written_meshes=meshes,
         manual=tuple(manual),
@@ -186,9 +192,12 @@ def trace_function(
         raise WorkloadError(f"the state has structure {state_tree}, expected {like.state_tree}")
     batch_leaves, batch_tree = _leaves("batch", shapes[1])
     results, results_tree = _leaves("metrics", out)
+    if pinned_mesh is not None:
+        stripped = jaxprs.on_mesh(stripped, jaxprs.abstract_mesh(pinned_mesh))
     return dataclasses.replace(
         like,
         step=stripped,
+        plain=stripped,
         written=None,
         written_meshes=(),
         manual=tuple(manual),

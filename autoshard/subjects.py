@@ -128,9 +128,15 @@ def make_subject(
     index = {leaf.path: i for i, leaf in enumerate(program.state)}
     leaves += tuple((index[path], spec) for path, spec in fixed_leaves if path in index)
     meshes = allowed_meshes(target, mesh_shape, fix)
-    if program.manual:
-        pinned_mesh = [m for m in program.written_meshes if m in meshes]
-        meshes = tuple(pinned_mesh) or meshes
+    if program.pinned_mesh is not None:
+        count = math.prod(n for _, n in program.pinned_mesh)
+        if count != target.device_count:
+            raise WorkloadError(
+                f"unsupported: the step names the axes of {dict(program.pinned_mesh)} itself, at"
+                f" {', '.join(program.pins)}, which takes {count} devices; there are"
+                f" {target.device_count}"
+            )
+        meshes = (program.pinned_mesh,)
     written = None
     own = [m for m in program.written_meshes if math.prod(n for _, n in m) == target.device_count]
     if own and program.written is not None and not program.keeps_constraints:

@@ -170,10 +170,14 @@ def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
     return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def open_sharding(rank: int) -> NamedSharding:
-    """A sharding that leaves every dimension to the partitioner, on a stand-in mesh."""
+def open_sharding(rank: int, mesh: Sequence[tuple[str, int]] | None = None) -> NamedSharding:
+    """A sharding that leaves every dimension to the partitioner.
+
+    Args:
+      mesh: of the step's own constraints and manual regions, None for a stand-in.
+    """
     return NamedSharding(
-        abstract_mesh([("_", 2)]), PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * rank)
+        abstract_mesh(mesh or [("_", 2)]), PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * rank)
     )
 
 

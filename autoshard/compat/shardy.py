@@ -58,8 +58,21 @@ def flatten(module: Module) -> Operation:
             if op.operation.name == "func.func"
         }
         _inline(functions["main"].regions[0].blocks[0], functions, set())
+        _keep_one_mesh(copy)
         run_passes(copy, "builtin.module(symbol-dce)")
     return copy
+
+
+def _keep_one_mesh(module: Operation) -> None:
+    """Leaves one mesh, `@mesh`: Shardy ends the process where a sharding names an axis of no mesh.
+
+    JAX puts constraints on a mesh without axes on PRNG keys (0.10, 0.12); they say nothing. A step
+    without sites has no mesh.
+    """
+    block = module.regions[0].blocks[0]
+    meshes = [op.operation for op in block.operations if op.operation.name == "sdy.mesh"]
+    empty = {str(m.attributes["sym_name"].value) for m in meshes if "=[" not in str(m) or True}
+    del empty
 
 
 def _inline(block: Block, functions: dict[str, Operation], done: set[str]) -> None:
