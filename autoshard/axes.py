@@ -285,7 +285,8 @@ class _Namer:
                 size=max(f.size for f in group),
                 sizes=tuple(sorted({f.size for f in group})),
                 is_batch=any(f in batch for f in group),
-                is_data=all(f in self.on_batch and f not in self.on_state for f in group),
+                is_data=any(f in self.on_batch for f in group)
+                and not any(f in self.on_state for f in group),
                 is_loop=any(f.is_loop for f in group),
                 is_contracted=any(f in contracted for f in group),
                 where=tuple(
@@ -293,7 +294,7 @@ class _Namer:
                         f"{path}[{dim}]" for f in group for path, dim, _ in self.marks.get(f, ())
                     )
                 )[:8],
-                repeats=len(group),
+                repeats=len({self.kin.get(f, f) for f in group}),
             )
             for name, group in zip(names, groups, strict=True)
         )

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from autoshard.errors import JournalError
@@ -29,6 +29,7 @@ from autoshard.trial import (
 
 SCHEMA = 1
 _FORMAT = "autoshard-journal"
+_HEADER: dict[str, object] = {"format": _FORMAT, "schema": SCHEMA}
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, object]:
@@ -74,6 +75,10 @@ def key_of(**parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def _line(record: dict[str, object]) -> str:
+    return json.dumps(record, separators=(",", ":"), allow_nan=True) + "\n"
+
+
 class Journal:
     """An open journal. Records are kept in memory too; appending writes through.
 
@@ -94,20 +99,21 @@ class Journal:
     def _open(self, path: pathlib.Path) -> None:
         if path.is_dir():
             raise JournalError(f"{path} is a folder, expected a journal file")
-        if path.exists() and path.stat().st_size > 0:
-            whole = self._read(path)
-            if whole < path.stat().st_size:
-                with path.open("r+b") as file:
-                    file.truncate(whole)
-            self._file = path.open("a", encoding="utf-8")
-            return
+        whole = self._read(path) if path.exists() else 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        self._write({"format": _FORMAT, "schema": SCHEMA})
-        self.sync()
+        if self._file.tell() > whole:
+            self._file.truncate(whole)
+        if whole == 0:
+            self._write(_HEADER)
+            self.sync()
 
     def _read(self, path: pathlib.Path) -> int:
-        """Reads every whole record; returns the byte length of the whole lines."""
+        """Reads every whole record; returns the byte length of the whole lines, 0 if there is none.
+
+        A last line that is cut off is kept in `dropped`. Lines that are whole JSON but no records
+        were not cut off: they are damaged wherever they stand.
+        """
         data = path.read_bytes()
         end = data.rfind(b"\n") + 1
         if end < len(data):
@@ -126,20 +132,28 @@ class Journal:
                 if number == len(lines):  # a torn line that a newline happened to end
                     self.dropped = line.decode("utf-8", "replace")
                     return end - len(line) - 1
-                raise JournalError(
-                    f"{path}:{number} is damaged ({error}); the lines before it are whole: copy"
-                    f" them to a new file (head -n {number - 1}) and go on with that"
-                ) from None
+                raise self._damaged(path, number, error) from None
             if number == 1:
                 self._check_header(path, record)
                 continue
-            if record.get("record") == "started":
-                self._starts[record["key"]] = self._starts.get(record["key"], 0) + 1
-            elif record.get("record") == "outcome":
-                self._outcomes[record["key"]] = outcome_from_json(record["outcome"])
-        if not lines:
+            try:
+                if record["record"] == "started":
+                    self._starts[record["key"]] = self._starts.get(record["key"], 0) + 1
+                elif record["record"] == "outcome":
+                    self._outcomes[record["key"]] = outcome_from_json(record["outcome"])
+                else:
+                    raise JournalError(f"unknown record {record['record']!r}")
+            except (JournalError, KeyError, TypeError, AttributeError) as error:
+                raise self._damaged(path, number, error) from error
+        if not lines and not _line(_HEADER).startswith(self.dropped):
             raise JournalError(f"{path} is not an autoshard journal: it has no whole line")
         return end
+
+    def _damaged(self, path: pathlib.Path, number: int, error: Exception) -> JournalError:
+        return JournalError(
+            f"{path}:{number} is damaged ({error!r}); the lines before it are whole: copy them to a"
+            f" new file (head -n {number - 1}) and go on with that"
+        )
 
     def _check_header(self, path: pathlib.Path, record: dict[str, object]) -> None:
         if record.get("format") != _FORMAT:
@@ -160,7 +174,7 @@ class Journal:
 
     def _write(self, record: dict[str, object]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=True) + "\n")
+            self._file.write(_line(record))
 
     def sync(self) -> None:
         """Makes everything written so far survive a power cut."""
@@ -190,6 +204,15 @@ class Journal:
             self.sync()
         elif self._file is not None:
             self._file.flush()
+
+    def add_all(self, records: Sequence[tuple[str, Outcome, dict[str, object]]]) -> None:
+        """Records outcomes that belong together, in one write: all are kept, or hardly any."""
+        for key, outcome, note in records:
+            self._outcomes[key] = outcome
+            self._write(
+                {"record": "outcome", "key": key, **note, "outcome": outcome_to_json(outcome)}
+            )
+        self.sync()
 
     def __len__(self) -> int:
         return len(self._outcomes)

@@ -52,7 +52,7 @@ _HEAVY = frozenset(
         "reduce",
         "rng",
     ]
-)
+) | {"chlo.top_k"}
 _EXPENSIVE = frozenset(
     "stablehlo." + n
     for n in [
@@ -72,9 +72,8 @@ _EXPENSIVE = frozenset(
         "atan2",
         "tan",
         "remainder",
-        "erf",
     ]
-)
+) | frozenset(f"chlo.{n}" for n in ["erf", "erfc", "erf_inv", "lgamma", "digamma", "sinh", "cosh"])
 _SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
 _MOST_COPIES = 3  # XLA repeats a cheap chain in a few consumers, then writes it once
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any  # the user's own pytrees have no narrower type
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -136,12 +137,16 @@ class Plan:
     def place(self, state: Any) -> Any:
         """A state from elsewhere (a checkpoint, host arrays), sharded as the plan wants it.
 
+        The arrays given stay usable: what is placed shares no memory with them, so that donating
+        it to `step` is harmless.
+
         Raises:
           PlanError: a leaf has another shape or dtype than the plan's state.
         """
         leaves = self._flat("state", state, self.program.state, self.program.state_tree)
         placed = [
-            jax.device_put(x, s)
+            # A copy first: device_put may keep an array's own buffers, also as one shard of many.
+            jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, s)
             for x, s in zip(leaves, jax.tree.leaves(self.state_shardings), strict=True)
         ]
         return jax.tree.unflatten(self.program.state_tree, placed)

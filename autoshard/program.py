@@ -129,7 +129,7 @@ def trace(
             f" (knobs: {dict(knobs)}); wrap the step, the init and the batch shapes in one"
         )
     with _note(f"while tracing init() with knobs {dict(knobs)}"):
-        state_shapes = jax.eval_shape(workload.init)
+        made, state_shapes = jax.make_jaxpr(workload.init, return_shape=True)()
     batch_shapes = jax.tree.map(_abstract, workload.batch)
     with _note(f"while tracing step(state, batch) with knobs {dict(knobs)}"):
         closed, out = jax.make_jaxpr(workload.step, return_shape=True)(state_shapes, batch_shapes)
@@ -142,8 +142,10 @@ def trace(
     batch, batch_tree = _leaves("batch", batch_shapes)
     metrics, metrics_tree = _leaves("metrics", out[1])
     _check_state(state, state_tree, out[0])
-    _check_keys(state + batch, closed)
-    _warn_of_closures(closed)
+    for traced in (made, closed):
+        _check_keys(state + batch, traced)
+    _warn_of_closures("init", made)
+    _warn_of_closures("step", closed)
     stripped, shardings, manual = _strip(closed)
     meshes = _meshes(s.mesh for s in shardings if isinstance(s, NamedSharding))
     pinned_mesh, pins = _pinned(manual, meshes if keep_constraints else ())
@@ -278,17 +280,19 @@ def _check_keys(leaves: tuple[Leaf, ...], closed: jaxprs.ClosedJaxpr) -> None:
                 )
 
 
-def _warn_of_closures(closed: jaxprs.ClosedJaxpr) -> None:
+def _warn_of_closures(word: str, closed: jaxprs.ClosedJaxpr) -> None:
+    consts = {id(c): c for c in jaxprs.constants(closed)}
     sizes = [
         (getattr(c, "nbytes", 0), f"{getattr(c, 'dtype', '?')}{list(getattr(c, 'shape', ()))}")
-        for c in closed.consts
+        for c in consts.values()
     ]
     total = sum(size for size, _ in sizes)
     if total > _CLOSURE_LIMIT_BYTES:
         largest = ", ".join(f"{what} ({size} bytes)" for size, what in sorted(sizes)[::-1][:5])
         warnings.warn(
-            f"step closes over {total} bytes of arrays, which every device will hold whole:"
-            f" {largest}; pass them in the state or the batch",
+            f"{word} closes over {total} bytes of arrays, which every device will hold whole:"
+            f" {largest}; "
+            + ("pass them in the state or the batch" if word == "step" else "make them in init"),
             stacklevel=4,
         )
 

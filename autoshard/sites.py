@@ -164,7 +164,7 @@ class SiteMap:
         settled: set[jaxprs.Var] = set(jaxpr.invars)
         if is_loop_body:
             for i, var in enumerate(jaxpr.invars):
-                if _worth(var):
+                if _worth(var) and flow.of(var):
                     entries[i] = self._add(Place.ENTRY, var, flow.storage(var), None)
         returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
         for e, eqn in enumerate(jaxpr.eqns):
@@ -266,7 +266,8 @@ def _worth(var: jaxprs.Atom) -> bool:
 
 def _enlarges(eqn: jaxprs.JaxprEqn) -> bool:
     """A broadcast of an array: a parameter that meets an activation elementwise."""
-    out: jaxprs.Atom = eqn.outvars[0]
-    return eqn.primitive.name == "broadcast_in_dim" and math.prod(out.aval.shape) > math.prod(
-        getattr(eqn.invars[0].aval, "shape", ()) or (1,)
-    )
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    operand: jaxprs.Atom = eqn.invars[0]
+    result: jaxprs.Atom = eqn.outvars[0]
+    return math.prod(result.aval.shape) > math.prod(operand.aval.shape)

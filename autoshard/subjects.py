@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.analysis import analyse
 from autoshard.driver import Subject
-from autoshard.errors import WorkloadError
+from autoshard.errors import LayoutError, WorkloadError
 from autoshard.layout import Spec
 from autoshard.program import Program, trace
 from autoshard.space import MeshShape, Space, mesh_shapes, read_fix
@@ -111,6 +111,24 @@ def allowed_meshes(
     return tuple(free)
 
 
+def _check_mesh_axes(
+    pinned: Sequence[tuple[str, tuple[str, ...]]],
+    leaves: Sequence[tuple[int, Spec]],
+    program: Program,
+    meshes: Sequence[MeshShape],
+) -> None:
+    """Refuses what no mesh of the space can hold."""
+    wanted = [(name, set(to)) for name, to in pinned]
+    wanted += [(program.state[i].path, {m for dim in spec for m in dim}) for i, spec in leaves]
+    for name, axes in wanted:
+        if not any(axes <= {m for m, _ in mesh} for mesh in meshes):
+            known = sorted({m for mesh in meshes for m, _ in mesh})
+            raise LayoutError(
+                f"fix[{name!r}] names mesh axes {sorted(axes)}, expected some of {known} that one"
+                " mesh has together; a jax.sharding.Mesh gives its axes names of your own"
+            )
+
+
 def make_subject(
     program: Program,
     target: Target,
@@ -128,6 +146,7 @@ def make_subject(
     index = {leaf.path: i for i, leaf in enumerate(program.state)}
     leaves += tuple((index[path], spec) for path, spec in fixed_leaves if path in index)
     meshes = allowed_meshes(target, mesh_shape, fix)
+    _check_mesh_axes(pinned, leaves, program, meshes)
     if program.pinned_mesh is not None:
         count = math.prod(n for _, n in program.pinned_mesh)
         if count != target.device_count:

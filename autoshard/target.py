@@ -83,7 +83,7 @@ def find_target(mesh: object, memory_bytes: int | None = None) -> Target:
         raise TargetError(
             f"mesh must be a jax.sharding.Mesh or a sequence of devices, got {type(mesh).__name__}"
         )
-    if not devices:
+    if not devices or (isinstance(mesh, Mesh) and mesh.empty):
         raise TargetError("the mesh is empty: it has no devices")
     wrong = [d for d in devices if not isinstance(d, jax.Device)]
     if wrong:

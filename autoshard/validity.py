@@ -3,25 +3,24 @@
 import dataclasses
 import os
 import tempfile
+from collections.abc import Sequence
 
+from autoshard import hlo
 from autoshard.budget import Budget
-from autoshard.calibrate import calibrated
 from autoshard.compat.executable import compile_module
 from autoshard.compat.versions import versions
-from autoshard.cost import CostModel
 from autoshard.driver import Subject
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, WorkloadError
 from autoshard.lowering import lower_step
 from autoshard.plan import Plan
 from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
 from autoshard.program import trace
 from autoshard.report.words import mebibytes
-from autoshard.rungs.compile import estimate_of
 from autoshard.rungs.compile_job import CompileRequest, CompileResult, compile_in_process
 from autoshard.rungs.worker import WorkerSettings
 from autoshard.subjects import ModelFn, knob_values, make_subject
 from autoshard.target import Target
-from autoshard.trial import Estimate, Failure
+from autoshard.trial import Collective, Estimate, Failure
 
 
 def checked_plan(
@@ -33,7 +32,12 @@ def checked_plan(
     if wrong:
         raise PlanError(f"{path} is for another target:", wrong)
     knobs = dict(record.candidate.knobs)
-    knob_values(model_fn, {name: (value,) for name, value in knobs.items()})
+    try:
+        knob_values(model_fn, {name: (value,) for name, value in knobs.items()})
+    except WorkloadError as error:
+        raise PlanError(
+            f"{path} is for another model:", (f"knobs: recorded {knobs}, got: {error}",)
+        ) from error
     program = trace(model_fn(**knobs), record.candidate.knobs, record.keep_constraints)
     wrong = differences(record, program, "")
     if wrong:
@@ -105,12 +109,15 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
             f"the plan needs {mebibytes(result.memory.peak_bytes)} a device, {target.describe()}"
             f" have {mebibytes(target.memory_bytes)} ({target.memory_source})"
         )
-    now = estimate_of(module, result, CostModel(calibrated(target)))
+    try:
+        now = hlo.count(hlo.parse(result.hlo_text), module.mesh).collectives
+    except hlo.HloError as error:
+        return [f"the collectives could not be compared with the record: {error}"]
     ranking = record.evidence.ranking
     then = record.evidence.trials[ranking[0]].compiled if ranking else None
     if not isinstance(then, Estimate):
         return []
-    old, new = _collectives(then), _collectives(now)
+    old, new = _bytes(then.collectives), _bytes(now)
     return [
         f"collectives differ from the record: {kind} in groups of {group}: recorded"
         f" {mebibytes(old.get((kind, group), 0))} a step,"
@@ -120,9 +127,10 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
     ]
 
 
-def _collectives(estimate: Estimate) -> dict[tuple[str, int], int]:
+def _bytes(collectives: Sequence[Collective]) -> dict[tuple[str, int], int]:
+    """Bytes a step by kind and group size."""
     found: dict[tuple[str, int], int] = {}
-    for c in estimate.collectives:
+    for c in collectives:
         key = (c.kind, c.group_size)
         found[key] = found.get(key, 0) + c.total_bytes
     return found

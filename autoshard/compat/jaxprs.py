@@ -138,6 +138,16 @@ def equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     return found
 
 
+def constants(closed: ClosedJaxpr) -> list[object]:
+    """The arrays a function closes over; those of functions jitted inside are with their jaxprs."""
+    found = list(closed.consts)
+    for eqn in equations(closed.jaxpr):
+        for _, _, inner in inner_jaxprs(eqn):
+            if isinstance(inner, ClosedJaxpr):
+                found += inner.consts
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def _constraint(shape: tuple[int, ...], dtype: object, sharding: NamedSharding) -> JaxprEqn:
     # JAX makes the equation itself, so that no parameter of the primitive is spelled here.

@@ -59,6 +59,7 @@ def flatten(module: Module) -> Operation:
         }
         _inline(functions["main"].regions[0].blocks[0], functions, set())
         _keep_one_mesh(copy)
+        _give_rules(copy)
         run_passes(copy, "builtin.module(symbol-dce)")
     return copy
 
@@ -70,9 +71,61 @@ def _keep_one_mesh(module: Operation) -> None:
     without sites has no mesh.
     """
     block = module.regions[0].blocks[0]
-    meshes = [op.operation for op in block.operations if op.operation.name == "sdy.mesh"]
-    empty = {str(m.attributes["sym_name"].value) for m in meshes if "=[" not in str(m) or True}
-    del empty
+    meshes = {
+        op.operation.attributes["sym_name"].value: str(op.operation.attributes["mesh"])
+        for op in block.operations
+        if op.operation.name == "sdy.mesh"
+    }
+    full = [name for name, text in meshes.items() if '"=' in text]
+    if not full:
+        mesh = ir.Operation.parse(f'sdy.mesh @{MESH_NAME} = <["_"=2]>')
+        ir.InsertionPoint.at_block_begin(block).insert(mesh)
+    elif full != [MESH_NAME]:
+        raise ValueError(f"the step names several meshes: {', '.join(meshes[n] for n in full)}")
+    for op in list(walk(main_function(module).regions[0].blocks[0])):
+        if op.name == "sdy.sharding_constraint" and f"@{MESH_NAME}," not in str(
+            op.attributes["sharding"]
+        ):
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+
+
+def _give_rules(module: Operation) -> None:
+    """Tells Shardy how CHLO operations (erf, square, top_k ...) shard: it knows StableHLO's only.
+
+    The compilers expand CHLO before they partition; no pass that does is in jaxlib (0.10, 0.12).
+    """
+    for op in walk(main_function(module).regions[0].blocks[0]):
+        if not op.name.startswith("chlo."):
+            continue
+        shapes = [shape_of(v) for v in (*op.operands, *op.results)]
+        rank = len(shapes[0])
+        sizes = list(shapes[0])
+        names = _SYMBOLS[:rank]
+        alone = ""
+        if op.name == "chlo.top_k":  # (values, indices): the last dimension is taken whole
+            last = _SYMBOLS[rank]
+            within, outside = names, [*names[:-1], last]
+            names, sizes = [*names, last], [*sizes, shapes[-1][-1]]
+            alone = f" need_replication={{{within[-1]}, {last}}}"
+        elif all(shape == shapes[0] for shape in shapes):
+            within = outside = names
+        else:
+            continue
+        ins = ", ".join(_mapping(within) for _ in op.operands)
+        outs = ", ".join(_mapping(outside) for _ in op.results)
+        table = ", ".join(f"{n}={size}" for n, size in zip(names, sizes, strict=True))
+        op.attributes["sdy.sharding_rule"] = ir.Attribute.parse(
+            f"#sdy.op_sharding_rule<({ins})->({outs}) {{{table}}}{alone}, custom>"
+        )
+
+
+_SYMBOLS = [*"ijklmnopqrstuvwxyz", *(f"z_{i + 1}" for i in range(16))]
+"""Shardy's names of factors, in its order."""
+
+
+def _mapping(names: list[str]) -> str:
+    return f"[{', '.join(names)}]"
 
 
 def _inline(block: Block, functions: dict[str, Operation], done: set[str]) -> None:
@@ -168,13 +221,13 @@ def main_function(module: Operation) -> Operation:
     raise ValueError("the module has no main function")
 
 
-def mesh_operation(module: Operation) -> Operation | None:
-    """The mesh that the sites name; PRNG keys bring a second one, without axes, of JAX's own."""
+def mesh_operation(module: Operation) -> Operation:
+    """The one mesh of a flattened module."""
     for op in module.regions[0].blocks[0].operations:
         operation = op.operation
         if operation.name == "sdy.mesh" and operation.attributes["sym_name"].value == MESH_NAME:
             return operation
-    return None
+    raise ValueError("the module has no mesh")
 
 
 def shape_of(value: Value) -> tuple[int, ...]:
@@ -356,10 +409,7 @@ def judge(
     sizes = dict(mesh)
     with module.context:
         copy = module.clone()
-        operation = mesh_operation(copy)
-        if operation is None:
-            raise ValueError("the module has no mesh: it has no sites")
-        operation.attributes["mesh"] = attributes(mesh_text(mesh))
+        mesh_operation(copy).attributes["mesh"] = attributes(mesh_text(mesh))
         main = main_function(copy)
         main.attributes["arg_attrs"] = attributes(_attribute_list(inputs))
         main.attributes["res_attrs"] = attributes(_attribute_list(outputs))

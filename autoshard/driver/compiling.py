@@ -60,7 +60,7 @@ class Compiling:
             row = ledger.rows[i]
             key = self.key(row)
             found = ledger.journal.find(key)
-            if isinstance(found, (Estimate, Failure)):
+            if isinstance(found, (Estimate, Failure)) and not self._may_take_longer(found):
                 row.compiled = found
                 continue
             if self._executor is None and ledger.journal.attempts(key) > 1:
@@ -80,13 +80,20 @@ class Compiling:
                 time_limit_s=ledger.budget.compile_seconds,
                 settings=ledger.settings("compile"),
             )
-            waiting[self._executor.submit(compile_in_process, request)] = (row, key)
+            try:
+                waiting[self._executor.submit(compile_in_process, request)] = (row, key)
+            except RuntimeError as error:  # the user's executor is broken or shut down
+                row.compiled = failure_of(error, Stage.COMPILE, 0.0)
         for done, future in enumerate(concurrent.futures.as_completed(waiting), 1):
             row, key = waiting[future]
-            result = _result_of(future)
             module = ledger.module_of(row)
             assert isinstance(module, Module)
-            self._record(row, key, self._priced(row, module, result))
+            try:
+                result = future.result()
+            except Exception as error:  # the executor lost its worker: that says nothing of the row
+                row.compiled = failure_of(error, Stage.COMPILE, 0.0)
+            else:
+                self._record(row, key, self._priced(row, module, result))
             ledger.tell(
                 Stage.COMPILE, self.count - len(waiting) + done, total, "compiling candidates"
             )
@@ -99,6 +106,13 @@ class Compiling:
             row.candidate,
             platform=target.platform,
             device=target.device_kind,
+        )
+
+    def _may_take_longer(self, found: Estimate | Failure) -> bool:
+        """Whether a recorded timeout ran under a shorter limit than today's."""
+        limit_s = self._ledger.budget.compile_seconds
+        return (
+            isinstance(found, Failure) and found.kind is Kind.TIMEOUT and found.elapsed_s < limit_s
         )
 
     def _compile_here(self, module: Module) -> CompileResult | Failure:
@@ -134,15 +148,6 @@ class Compiling:
     def _record(self, row: Row, key: str, outcome: Estimate | Failure) -> None:
         row.compiled = outcome
         self._ledger.journal.add(key, outcome, self._ledger.note("compile", row))
-
-
-def _result_of(
-    future: concurrent.futures.Future[CompileResult | Failure],
-) -> CompileResult | Failure:
-    try:
-        return future.result()
-    except Exception as error:  # the user's executor lost its worker: that costs one candidate
-        return failure_of(error, Stage.COMPILE, 0.0)
 
 
 def _crashed() -> Failure:

@@ -94,10 +94,10 @@ class Ledger:
         return self.subjects[row.subject]
 
     def late(self, share: float) -> bool:
-        """Whether that share of the budget's seconds is spent."""
+        """Whether that share of the budget's seconds is spent; the search then ends early."""
         limit = self.budget.seconds
         late = limit is not None and time.perf_counter() - self.start_s > share * limit
-        if late and share == 1.0:
+        if late:
             self.ended = "out of time"
         return late
 

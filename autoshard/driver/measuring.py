@@ -12,8 +12,8 @@ from autoshard.program import sample_batch
 from autoshard.rungs import profile
 from autoshard.rungs.bench import Bench, Benches
 from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.race import RaceSettings
-from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
+from autoshard.rungs.race import RaceSettings, ranking_of
+from autoshard.trial import Estimate, Failure, Kind, Measurement, Outcome, Stage
 
 _BATCHES = 2
 
@@ -47,7 +47,10 @@ class Measuring:
     def measure(
         self, bench: Benches, indices: Sequence[int], wave: str, rounds: int, first_round: int
     ) -> None:
-        """Races rows against each other; a wave that the journal holds whole is not run again.
+        """Races rows against each other, unless the journal holds the wave.
+
+        A wave is recorded in one write; failures are recorded as they happen, and who failed is not
+        tried again.
 
         Args:
           wave: name of the wave, part of the journal's keys.
@@ -59,20 +62,21 @@ class Measuring:
             return
         keys = {i: self._key(ledger.rows[i], wave) for i in indices}
         found = {i: ledger.journal.find(key) for i, key in keys.items()}
-        if all(isinstance(f, (Measurement, Failure)) for f in found.values()):
-            for i, outcome in found.items():
-                assert isinstance(outcome, (Measurement, Failure))
-                ledger.rows[i].profiled = outcome
-            self._rank(sorted(indices, key=ledger.time_of))
-            return
         ranked: list[int] = []
         # Programs with one kind of state and batch start from the same values.
         groups: dict[object, list[int]] = {}
         for i in indices:
+            if isinstance(failure := found[i], Failure):
+                ledger.rows[i].profiled = failure
+                continue
             program = ledger.subject_of(ledger.rows[i]).analysis.program
             groups.setdefault((program.state, program.state_tree, program.batch), []).append(i)
         for group in groups.values():
-            ranked += self._race(bench, group, wave, rounds, first_round, keys)
+            raced = {i: f for i in group if isinstance(f := found[i], Measurement)}
+            if len(raced) == len(group):
+                ranked += self._replayed(raced, first_round)
+            else:
+                ranked += self._race(bench, group, wave, rounds, first_round, keys)
         if len(groups) > 1:
             ranked.sort(key=ledger.time_of)
         self._rank(ranked)
@@ -108,7 +112,7 @@ class Measuring:
             if reference not in references:
                 subject = ledger.subject_of(row)
                 references[reference] = lower_unsharded(subject.analysis.program, ledger.target)
-            name = f"{row.baseline or 'candidate'} {i}"
+            name = self._name(i)
             names[name] = i
             checked = row.profiled if isinstance(row.profiled, Measurement) else None
             finalists.append(
@@ -123,6 +127,13 @@ class Measuring:
             )
             ledger.journal.started(keys[i], {"wave": wave, **ledger.note("profile", row)})
         total = len(finalists)
+
+        def failed(name: str, failure: Failure) -> None:
+            row = ledger.rows[names[name]]
+            row.profiled = failure
+            note = {"wave": wave, **ledger.note("profile", row)}
+            ledger.journal.add(keys[names[name]], failure, note)
+
         needed = {f.reference for f in finalists if f.checked is None}
         judged = profile.judge(
             bench,
@@ -134,14 +145,35 @@ class Measuring:
             settings=RaceSettings(max_rounds=rounds),
             should_stop=lambda: ledger.late(1.0),
             on_progress=lambda done, text: ledger.tell(Stage.PROFILE, done, total, text),
+            on_failure=failed,
         )
+        records: list[tuple[str, Outcome, dict[str, object]]] = []
         for name, outcome in judged.outcomes.items():
+            if isinstance(outcome, Failure):
+                continue
             row = ledger.rows[names[name]]
             row.profiled = _joined(row.profiled, outcome, first_round)
-            ledger.journal.add(
-                keys[names[name]], row.profiled, {"wave": wave, **ledger.note("profile", row)}
-            )
+            note = {"wave": wave, **ledger.note("profile", row)}
+            records.append((keys[names[name]], row.profiled, note))
+        ledger.journal.add_all(records)
         return [names[n] for n in judged.ranking]
+
+    def _replayed(self, raced: dict[int, Measurement], first_round: int) -> list[int]:
+        """Takes over a race that the journal holds; returns its ranking."""
+        runners = []
+        for i, measured in raced.items():
+            self._ledger.rows[i].profiled = measured
+            here = [
+                (s, r - first_round)
+                for s, r in zip(measured.samples_s, measured.rounds, strict=True)
+                if r >= first_round
+            ]
+            runners.append((self._name(i), tuple(s for s, _ in here), tuple(r for _, r in here)))
+        names = {self._name(i): i for i in raced}
+        return [names[n] for n in ranking_of(runners)]
+
+    def _name(self, index: int) -> str:
+        return f"{self._ledger.rows[index].baseline or 'candidate'} {index}"
 
     def _key(self, row: Row, wave: str) -> str:
         ledger = self._ledger
@@ -162,11 +194,9 @@ class Measuring:
 
 
 def _joined(
-    earlier: Measurement | Failure | None, later: Measurement | Failure, first_round: int
-) -> Measurement | Failure:
-    """Samples of all races of one program, kept together; a failure stands."""
-    if not isinstance(later, Measurement):
-        return later
+    earlier: Measurement | Failure | None, later: Measurement, first_round: int
+) -> Measurement:
+    """Samples of all races of one program, kept together."""
     later = dataclasses.replace(later, rounds=tuple(first_round + r for r in later.rounds))
     if not isinstance(earlier, Measurement):
         return later

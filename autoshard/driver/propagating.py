@@ -6,7 +6,7 @@ from autoshard.layout import Candidate
 from autoshard.rungs.propagate import Propagator
 from autoshard.space import Space
 from autoshard.strategy import Beam, Exhaustive, Seen, Strategy, baselines
-from autoshard.trial import Estimate, Failure, Stage
+from autoshard.trial import Estimate, Failure, Kind, Stage
 
 
 def propagate_all(ledger: Ledger, strategy: Strategy | None, share: float) -> None:
@@ -26,6 +26,7 @@ class _Propagation:
         self._propagators = [Propagator(s.analysis) for s in ledger.subjects]
         self._histories: list[list[Seen]] = [[] for _ in ledger.subjects]
         self._known: dict[object, Estimate | Failure] = {}
+        self._users = strategy is not None
         self._strategies = [strategy or self._default(s.space) for s in ledger.subjects]
 
     def _default(self, space: Space) -> Strategy:
@@ -46,6 +47,8 @@ class _Propagation:
             asked = self._strategies[i].ask(
                 ledger.subjects[i].space, ledger.seed, tuple(self._histories[i])
             )
+            done = {seen.candidate for seen in self._histories[i]}
+            asked = tuple(c for c in dict.fromkeys(asked) if c not in done)
             if not asked:
                 live.remove(i)
                 continue
@@ -62,6 +65,12 @@ class _Propagation:
         subject = ledger.subjects[index]
         layout = candidate.layout
         key = ledger.key("propagate", subject, candidate)
+        # The library's own strategies ask for members of the space only.
+        foreign = subject.space.contains(candidate) if self._users else None
+        if foreign is not None:
+            failure = Failure(stage=Stage.PROPAGATE, kind=Kind.INFEASIBLE, message=foreign)
+            self._add(index, candidate, baseline, object(), failure, key)
+            return
         program = (index, layout if layout.as_written else subject.space.specs(layout).key())
         outcome = ledger.journal.find(key)
         new = not isinstance(outcome, (Estimate, Failure))
@@ -74,6 +83,19 @@ class _Propagation:
             outcome = propagator.judge(subject.space, layout, self._cost)
         assert isinstance(outcome, (Estimate, Failure))
         self._known[program] = outcome
+        self._add(index, candidate, baseline, program, outcome, key if new else None)
+
+    def _add(
+        self,
+        index: int,
+        candidate: Candidate,
+        baseline: str,
+        program: object,
+        outcome: Estimate | Failure,
+        key: str | None,
+    ) -> None:
+        """Makes a row; with a key it is new to the journal."""
+        ledger = self._ledger
         row = Row(
             subject=index,
             candidate=candidate,
@@ -81,7 +103,7 @@ class _Propagation:
             program=program,
             propagated=outcome,
         )
-        if new:
+        if key is not None:
             ledger.journal.add(key, outcome, ledger.note("propagate", row), sync=False)
         ledger.rows.append(row)
         self._histories[index].append(Seen(candidate=candidate, outcome=outcome))

@@ -1,6 +1,7 @@
 """The driver: the only part that knows all roles. Data goes one way, from rung 1 to the ranking."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import pathlib
 import tempfile
@@ -90,7 +91,8 @@ def run_search(
                 _climb(ledger, compiling, measuring, strategy)
             except KeyboardInterrupt:
                 ledger.ended = "interrupted"
-                ledger.tell(Stage.PROFILE, 0, 0, "interrupted: finishing with the best so far")
+                with contextlib.suppress(KeyboardInterrupt):  # a callback's way to stop a search
+                    ledger.tell(Stage.PROFILE, 0, 0, "interrupted: finishing with the best so far")
             ranking = measuring.ranking or _ranked_by_estimate(ledger, compiling)
     journal.sync()
     ledger.elapsed_s["all"] = time.perf_counter() - ledger.start_s
@@ -139,12 +141,14 @@ def _ranked_by_estimate(ledger: Ledger, compiling: Compiling) -> list[int]:
     """Nothing was measured: what rung 2 finds to fit, by its estimate.
 
     Compiles a few more where nothing is known to fit yet. What failed on the devices is not
-    planned, and nothing is where a candidate computed something else than it should.
+    planned; and nothing is where measuring came to its end and a candidate computed something else
+    than it should.
     """
     failed = {
         i: row.profiled for i, row in enumerate(ledger.rows) if isinstance(row.profiled, Failure)
     }
-    if any(f.kind is Kind.NUMERICS for f in failed.values()):
+    wrong = any(f.kind is Kind.NUMERICS for f in failed.values())
+    if wrong and ledger.ended != "interrupted":
         return []
     for _ in range(4):
         fitting = [i for i in ledger.fitting(range(len(ledger.rows))) if i not in failed]

@@ -15,13 +15,14 @@ def seconds(value: float | None) -> str:
 
 
 def mebibytes(value: float | None) -> str:
+    """A size with the largest binary unit that leaves a whole part."""
     if value is None:
         return "-"
     if value >= 2**30:
         return f"{value / 2**30:.2f} GiB"
     if value >= 2**20:
         return f"{value / 2**20:.1f} MiB"
-    return f"{value / 2**10:.0f} KiB"
+    return f"{value / 2**10:.0f} KiB" if value >= 2**10 else f"{value:.0f} B"
 
 
 def mesh_in_words(layout: Layout) -> str:

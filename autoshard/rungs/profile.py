@@ -61,13 +61,18 @@ def judge(
     settings: RaceSettings,
     should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[int, str], None] = lambda done, text: None,
+    on_failure: Callable[[str, Failure], None] = lambda name, failure: None,
 ) -> Judged:
     """Checks each finalist's numerics, races those that pass, traces those that are to be traced.
 
     A finalist whose reference cannot run (it does not fit) is compared with the first finalist
     that ran: `numerics` then says "relative".
+
+    Args:
+      on_failure: told of each failure at once, so that an interrupt later does not lose it.
     """
     start = {f.name: time.perf_counter() for f in finalists}
+    by_name = {f.name: f for f in finalists}
     outcomes: dict[str, Measurement | Failure] = {}
     checked: dict[str, tuple[str, float | None, str]] = {}
     usable: dict[str, str] = {}
@@ -86,35 +91,37 @@ def judge(
             )
             continue
         on_progress(len(checked) + len(outcomes), f"checking the numerics of {finalist.name}")
+        failed: Failure | None = None
         loaded = bench.load(finalist.name, finalist.module)
-        if isinstance(loaded, Failure):
-            outcomes[finalist.name] = loaded
-            continue
         reference = usable.get(finalist.reference, "")
         kind = "exact"
         if not reference and finalist.reference:
             kind = "relative"
-            reference = next((n for n in checked), "")
-        if not reference:
+            reference = next((n for n in checked if _loads(bench, by_name[n])), "")
+        if isinstance(loaded, Failure):
+            failed = loaded
+        elif not reference:
             checked[finalist.name] = ("unchecked", None, "")
         else:
             report = bench.numerics(finalist.name, reference)
-            if isinstance(report, Failure):
-                outcomes[finalist.name] = report
-            elif failure := report.failure(time.perf_counter() - start[finalist.name]):
-                outcomes[finalist.name] = failure
-            else:
-                worst = report.worst
+            worst = None if isinstance(report, Failure) else report.worst
+            elapsed_s = time.perf_counter() - start[finalist.name]
+            failed = report if isinstance(report, Failure) else report.failure(elapsed_s)
+            if failed is None:
                 checked[finalist.name] = (
                     kind,
                     worst.error if worst else 0.0,
                     worst.path if worst else "",
                 )
+        if failed is not None:
+            outcomes[finalist.name] = failed
+            on_failure(finalist.name, failed)
         bench.unload(finalist.name)
+        if kind == "relative" and reference:
+            bench.unload(reference)
     for name in references:
         bench.unload(name)
     racing = [f for f in finalists if f.name in checked]
-    by_name = {f.name: f for f in finalists}
     on_progress(0, f"racing {len(racing)} programs")
     result = race(
         [f.name for f in racing],
@@ -130,6 +137,7 @@ def judge(
     for runner in result.runners:
         if runner.failure is not None:
             outcomes[runner.name] = runner.failure
+            on_failure(runner.name, runner.failure)
         if not runner.samples_s or runner.failure is not None:
             continue
         kind, error, where = checked[runner.name]
@@ -154,6 +162,10 @@ def judge(
     on_progress(len(outcomes), "measured")
     ranking = tuple(n for n in result.ranking if isinstance(outcomes.get(n), Measurement))
     return Judged(outcomes=outcomes, ranking=ranking, why_it_ended=result.ended)
+
+
+def _loads(bench: Benches, finalist: Finalist) -> bool:
+    return not isinstance(bench.load(finalist.name, finalist.module), Failure)
 
 
 def _trace(bench: Benches, name: str, folder: str) -> tuple[tuple[DeviceProfile, ...], str]:
