@@ -17,7 +17,7 @@ from autoshard.journal import Journal, opened
 from autoshard.no_plan import why_no_plan
 from autoshard.plan import Evidence, Plan
 from autoshard.strategy import Strategy
-from autoshard.subjects import KnobValue, ModelFn, make_subject, trace_all
+from autoshard.subjects import KnobValue, ModelFn, check_samples, make_subject, trace_all
 from autoshard.target import Target, find_target
 from autoshard.validity import checked_plan
 
@@ -65,8 +65,8 @@ def search(
     Raises:
       WorkloadError: a model_fn, step, init or batch that cannot be searched.
       TargetError: `mesh` names no usable devices.
-      LayoutError: `fix` names nothing.
-      JournalError: the journal is not one of this program's.
+      LayoutError: `fix` names nothing, or mesh axes that there are not.
+      JournalError: not a journal, damaged, or of another schema.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
     """
     if not 0 <= memory_headroom < 1:
@@ -75,6 +75,8 @@ def search(
     limit = int(target.memory_bytes * (1 - memory_headroom))
     with opened(journal) as log:
         programs, notes = trace_all(model_fn, knobs, keep_constraints)
+        if budget.profiles:
+            check_samples(programs, seed)
         subjects = [make_subject(p, target, mesh_shape, fix) for p in programs]
         constants = calibrated(target, calibration)
         folder = log.path.parent if log.path is not None else None

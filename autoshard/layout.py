@@ -59,11 +59,14 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         return dict(self.mesh)
 
-    def canonical(self) -> "Layout":
+    def canonical(self, apart: frozenset[str] = frozenset()) -> "Layout":
         """The one form of all layouts that differ only in spelling.
 
         Mesh axes of size one go, mesh axes that no rule separates merge into the first of them
         (only when adjacent, so that device order is unchanged), and every table is sorted.
+
+        Args:
+          apart: mesh axes that something else than the rules names: they never merge.
         """
         keep = [(name, size) for name, size in self.mesh if size > 1]
         alive = {name for name, _ in keep}
@@ -73,7 +76,9 @@ class Layout:
         i = 0
         while i + 1 < len(keep) and not self.as_written:
             (first, m), (second, n) = keep[i], keep[i + 1]
-            if all(_adjacent(to, first, second) for table in tables for to in table.values()):
+            if not {first, second} & apart and all(
+                _adjacent(to, first, second) for table in tables for to in table.values()
+            ):
                 keep[i : i + 2] = [(first, m * n)]
                 for table in tables:
                     for axis, to in table.items():

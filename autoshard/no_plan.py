@@ -10,6 +10,8 @@ from autoshard.trial import Estimate, Failure, Kind, Trial
 
 def why_no_plan(found: Found, subjects: Sequence[Subject], target: Target, limit_bytes: int) -> str:
     """The message of the error: how far the closest candidate is, what would make it fit."""
+    if not found.trials:
+        return "there is no layout to judge: fix, mesh_shape and divisibility leave none"
     failures = [t.profiled for t in found.trials if isinstance(t.profiled, Failure)]
     if failures and all(f.kind is Kind.NUMERICS for f in failures):
         return (

@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def candidate(self) -> Candidate:
-        return self._space.candidate(self.layout)
+        return Candidate(layout=self.layout, knobs=self._space.knobs)
 
     @property
     def trial(self) -> Trial | None:

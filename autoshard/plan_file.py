@@ -79,12 +79,15 @@ def write_plan(plan: "Plan", path: str | os.PathLike[str]) -> None:
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(target)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_plan(path: str | os.PathLike[str]) -> PlanRecord:
@@ -112,11 +115,11 @@ def read_plan(path: str | os.PathLike[str]) -> PlanRecord:
             " or use the autoshard that wrote it"
         )
     try:
-        return PlanRecord(
+        record = PlanRecord(
             candidate=Candidate.from_json(data["candidate"]),
             program=dict(data["program"]),
             target=dict(data["target"]),
-            versions=dict(data["versions"]),
+            versions={str(k): str(v) for k, v in data["versions"].items()},
             fixed_leaves=tuple(
                 (path, tuple(tuple(axes) for axes in spec))
                 for path, spec in data["fixed_leaves"].items()
@@ -124,7 +127,11 @@ def read_plan(path: str | os.PathLike[str]) -> PlanRecord:
             evidence=_evidence_from_json(data["evidence"]),
             keep_constraints=bool(data["keep_constraints"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError, AutoshardError) as error:
+        ranked = [record.evidence.trials[i].candidate for i in record.evidence.ranking]
+        if ranked and ranked[0] != record.candidate:
+            raise PlanError("the first trial of its ranking is not its candidate")
+        return record
+    except (LookupError, TypeError, ValueError, AttributeError, AutoshardError) as error:
         raise PlanError(f"{path} is damaged: {error!r}") from error
 
 
@@ -184,7 +191,9 @@ def _evidence_from_json(data: dict[str, object]) -> "Evidence":
     rest = dict(data)
     rest["trials"] = tuple(_trial_from_json(t) for t in rest["trials"])  # type: ignore[attr-defined]
     rest["ranking"] = tuple(rest["ranking"])  # type: ignore[arg-type]
-    rest["correction"] = tuple(rest["correction"])  # type: ignore[arg-type]
-    rest["notes"] = tuple(rest["notes"])  # type: ignore[arg-type]
+    rest["correction"] = tuple(float(x) for x in rest["correction"])  # type: ignore[attr-defined]
+    rest["notes"] = tuple(str(n) for n in rest["notes"])  # type: ignore[attr-defined]
     rest["axes"] = tuple((n, s, tuple(w)) for n, s, w in rest["axes"])  # type: ignore[attr-defined]
+    spent = rest["elapsed_s"].items()  # type: ignore[attr-defined]
+    rest["elapsed_s"] = {str(name): float(value) for name, value in spent}
     return Evidence(**rest)  # type: ignore[arg-type]

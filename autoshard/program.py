@@ -367,14 +367,16 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
     """Values for the batch, flat: the workload's own sample, or normals and 0/1 integers."""
     workload = program.workload
     if workload.sample is not None:
-        drawn = workload.sample(jax.random.key(seed))
+        with _note("while drawing a batch with sample(key)"):
+            drawn = workload.sample(jax.random.key(seed))
         flat, tree = jax.tree.flatten(drawn)
         if tree != program.batch_tree:
             raise WorkloadError(f"sample(key) must have the structure of batch, got {tree}")
         for leaf, value in zip(program.batch, flat, strict=True):
-            if tuple(value.shape) != leaf.shape or value.dtype != leaf.dtype:
+            shape, dtype = np.shape(value), getattr(value, "dtype", type(value).__name__)
+            if shape != leaf.shape or dtype != leaf.dtype:
                 raise WorkloadError(
-                    f"sample(key) gives {leaf.path} as {value.dtype}{list(value.shape)},"
+                    f"sample(key) gives {leaf.path} as {dtype}{list(shape)},"
                     f" expected {leaf.dtype}{list(leaf.shape)}"
                 )
         return [_physical(v) for v in flat]

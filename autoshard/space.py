@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from autoshard.axes import Axes, LogicalAxis
 from autoshard.errors import LayoutError
 from autoshard.layout import Candidate, Layout, Spec, rules
-from autoshard.program import Program
+from autoshard.program import Leaf, Program
 from autoshard.sites import Site
 from autoshard.specs import Specs, resolve
 from autoshard.written import Written
@@ -94,12 +94,17 @@ class Space:
         return resolve(self.program, self.axes, list(self.sites), layout, dict(self.fixed_leaves))
 
     def canonical(self, layout: Layout) -> Layout:
-        """The one form a layout has in this space: a step that names mesh axes keeps its mesh."""
-        found = layout.canonical()
-        pinned = self.program.pinned_mesh
-        if pinned is None or layout.as_written:
+        """The one form a layout has in this space.
+
+        Mesh axes that a step or `fix` names do not merge, and the only mesh there is keeps its shape.
+        """
+        fixed = {m for _, to in self.pinned for m in to}
+        fixed |= {m for _, spec in self.fixed_leaves for dim in spec for m in dim}
+        found = layout.canonical(frozenset(fixed))
+        only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
+        if only is None or layout.as_written:
             return found
-        return found.spread_over(pinned) or found
+        return found.spread_over(only) or found
 
     def candidate(self, layout: Layout) -> Candidate:
         return Candidate(layout=self.canonical(layout), knobs=self.knobs)
@@ -114,11 +119,12 @@ class Space:
         """A canonical layout with the pinned rules put in."""
         names = {name for name, _ in mesh}
         pinned = {a: to for a, to in self.pinned if set(to) <= names}
+        data = {a.name for a in self.axes.axes if a.is_data}
         return self.canonical(
             Layout(
                 mesh=mesh,
                 compute=rules({**compute, **pinned}),
-                storage=rules({**storage, **pinned}),
+                storage=rules({**storage, **{a: to for a, to in pinned.items() if a not in data}}),
                 occurrences=tuple(sorted((occurrences or {}).items())),
             )
         )
@@ -149,6 +155,10 @@ class Space:
         for axis, to in self.pinned:
             if dict(layout.compute).get(axis, ()) != to:
                 return f"{axis} is fixed to {', '.join(to)}"
+        for i, spec in self.fixed_leaves:
+            reason = unfit(self.program.state[i], spec, layout.sizes)
+            if reason is not None:
+                return reason
         specs = self.specs(layout)
         if specs.idle:
             return specs.idle[0]
@@ -234,6 +244,10 @@ class Space:
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """Candidates one decision away: a rule, an occurrence, or a mesh axis divided in two."""
+        return (near for near in self.drafts(candidate) if self.contains(near) is None)
+
+    def drafts(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same, some of which the space does not contain: cheap, to be asked about one by one."""
         if candidate.layout.as_written:
             return
         seen = {candidate.layout}
@@ -242,9 +256,7 @@ class Space:
                 near = self.canonical(near)
                 if near not in seen:
                     seen.add(near)
-                    found = self.candidate(near)
-                    if self.contains(found) is None:
-                        yield found
+                    yield self.candidate(near)
 
     def _changed(self, layout: Layout) -> Iterator[Layout]:
         compute, storage = dict(layout.compute), dict(layout.storage)
@@ -335,6 +347,18 @@ def _mesh_axes(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(str(m) for m in _items(value))
+
+
+def unfit(leaf: Leaf, spec: Spec, sizes: Mapping[str, int]) -> str | None:
+    """Why a fixed leaf cannot lie so on a mesh of these sizes, None if it can."""
+    missing = sorted({m for dim in spec for m in dim} - set(sizes))
+    if missing:
+        return f"{leaf.path} is fixed to {', '.join(missing)}, which the mesh does not have"
+    for d, (n, dim) in enumerate(zip(leaf.shape, spec, strict=True)):
+        ways = math.prod(sizes[m] for m in dim)
+        if n % ways:
+            return f"{leaf.path}[{d}] of {n} is fixed to {', '.join(dim)}, which takes {ways} ways"
+    return None
 
 
 def read_fix(

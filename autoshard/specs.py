@@ -52,24 +52,32 @@ class _Resolver:
         self.occurrence = dict(layout.occurrences)
         self.dropped: dict[str, None] = {}
         self.used: set[tuple[bool, str]] = set()
-        self._memo: dict[tuple[Dimensions, bool], SiteSpec] = {}
+        self._memo: dict[tuple[Dimensions, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
 
     def site(self, dims: Dimensions, storage: bool) -> SiteSpec:
-        key = (dims, storage)
-        if key not in self._memo:
-            self._memo[key] = self._resolve(dims, storage, "")
-        return self._memo[key]
+        return self._known(dims, storage)[0]
 
     def leaf(self, dims: Dimensions, storage: bool, path: str) -> SiteSpec:
-        return self._resolve(dims, storage, path)
+        spec, dropped = self._known(dims, storage)
+        for sentence in dropped:
+            self.dropped.setdefault(path + sentence)
+        return spec
 
-    def _resolve(self, dims: Dimensions, storage: bool, path: str) -> SiteSpec:
+    def _known(self, dims: Dimensions, storage: bool) -> tuple[SiteSpec, tuple[str, ...]]:
+        key = (dims, storage)
+        if key not in self._memo:
+            self._memo[key] = self._resolve(dims, storage)
+        return self._memo[key]
+
+    def _resolve(self, dims: Dimensions, storage: bool) -> tuple[SiteSpec, tuple[str, ...]]:
+        """The spec of a value, and how its sentences on what was dropped go on after its path."""
         table = self.tables[storage]
         taken: set[str] = set()
         spec: list[tuple[str, ...]] = []
         is_open: list[bool] = []
         held = [axis for dim in dims for axis, _ in dim]
         passed: dict[str, int] = {}
+        dropped: list[str] = []
         for d, dim in enumerate(dims):
             here: list[str] = []
             blocked = False
@@ -82,21 +90,16 @@ class _Resolver:
                         rule = ()
                 if rule and blocked:
                     lost = True
-                    if path:
-                        self.dropped.setdefault(
-                            f"{path}[{d}] holds {axis} inside a larger part: not sharded"
-                        )
+                    dropped.append(f"[{d}] holds {axis} inside a larger part: not sharded")
                     rule = ()
                 got: list[str] = []
                 for m in rule:
                     if m in taken:
                         continue
                     if size % (math.prod(self.sizes[x] for x in got) * self.sizes[m]):
-                        if path:
-                            self.dropped.setdefault(
-                                f"{path}[{d}]: {axis} of {size} is not divisible by"
-                                f" {m}={self.sizes[m]}"
-                            )
+                        dropped.append(
+                            f"[{d}]: {axis} of {size} is not divisible by {m}={self.sizes[m]}"
+                        )
                         break
                     got.append(m)
                 if got and axis is not None:
@@ -108,7 +111,7 @@ class _Resolver:
             spec.append(tuple(here))
             known = any(axis is not None for axis, _ in dim) or not dim
             is_open.append(not known or (lost and not here))
-        return SiteSpec(spec=tuple(spec), open=tuple(is_open))
+        return SiteSpec(spec=tuple(spec), open=tuple(is_open)), tuple(dropped)
 
 
 def resolve(

@@ -10,8 +10,8 @@ from autoshard.analysis import analyse
 from autoshard.driver import Subject
 from autoshard.errors import LayoutError, WorkloadError
 from autoshard.layout import Spec
-from autoshard.program import Program, trace
-from autoshard.space import MeshShape, Space, mesh_shapes, read_fix
+from autoshard.program import Program, sample_batch, trace
+from autoshard.space import MeshShape, Space, mesh_shapes, read_fix, unfit
 from autoshard.target import Target
 from autoshard.workload import Workload
 from autoshard.written import analyse_written
@@ -91,6 +91,18 @@ def trace_all(
     return programs, notes
 
 
+def check_samples(programs: Sequence[Program], seed: int) -> None:
+    """Draws one batch of each: what is wrong with `sample` shows before anything is searched.
+
+    Raises:
+      WorkloadError: a batch of another structure, shape or dtype.
+      Exception: whatever `sample` raises.
+    """
+    for program in programs:
+        if program.workload.sample is not None:
+            sample_batch(program, seed)
+
+
 def allowed_meshes(
     target: Target, mesh_shape: str, fix: Mapping[str, object] | None
 ) -> tuple[MeshShape, ...]:
@@ -118,8 +130,11 @@ def _check_mesh_axes(
     meshes: Sequence[MeshShape],
 ) -> None:
     """Refuses what no mesh of the space can hold."""
+    for i, spec in leaves:
+        unfits = [unfit(program.state[i], spec, dict(mesh)) for mesh in meshes]
+        if all(unfits):
+            raise LayoutError(f"fix cannot be kept on any mesh of these devices: {unfits[0]}")
     wanted = [(name, set(to)) for name, to in pinned]
-    wanted += [(program.state[i].path, {m for dim in spec for m in dim}) for i, spec in leaves]
     for name, axes in wanted:
         if not any(axes <= {m for m, _ in mesh} for mesh in meshes):
             known = sorted({m for mesh in meshes for m, _ in mesh})
@@ -143,10 +158,12 @@ def make_subject(
     """
     analysis = analyse(program, target.platform)
     pinned, leaves = read_fix(fix, program, analysis.axes)
-    index = {leaf.path: i for i, leaf in enumerate(program.state)}
-    leaves += tuple((index[path], spec) for path, spec in fixed_leaves if path in index)
+    single = {name for name, size in target.given if size == 1}
+    pinned = tuple((axis, tuple(m for m in to if m not in single)) for axis, to in pinned)
+    leaves = tuple(
+        (i, tuple(tuple(m for m in dim if m not in single) for dim in spec)) for i, spec in leaves
+    )
     meshes = allowed_meshes(target, mesh_shape, fix)
-    _check_mesh_axes(pinned, leaves, program, meshes)
     if program.pinned_mesh is not None:
         count = math.prod(n for _, n in program.pinned_mesh)
         if count != target.device_count:
@@ -156,6 +173,9 @@ def make_subject(
                 f" {target.device_count}"
             )
         meshes = (program.pinned_mesh,)
+    _check_mesh_axes(pinned, leaves, program, meshes)
+    index = {leaf.path: i for i, leaf in enumerate(program.state)}
+    leaves += tuple((index[path], spec) for path, spec in fixed_leaves if path in index)
     written = None
     own = [m for m in program.written_meshes if math.prod(n for _, n in m) == target.device_count]
     if own and program.written is not None and not program.keeps_constraints:

@@ -2,7 +2,7 @@
 
 Question: what layout does the search find for a byte-level decoder on fake CPU devices, and does
   training with it work?
-Command: scripts/tune   (or python -m experiments.tune --devices=8 --steps=200)
+Command: scripts/tune   (or python -m experiments.tune --devices=8 --steps=150)
 Cost: about 3 minutes on 2 cores, half of them search.
 Expected: a ranked table of finalists and baselines; a validation loss that falls below 2.5 nats a
   byte; plan.json, the journal and the profiler trace in the run folder.
@@ -42,10 +42,11 @@ _MLP_DIM = flags.DEFINE_integer("mlp_dim", _SIZE.mlp_dim, "Hidden width of the d
 _LAYERS = flags.DEFINE_integer("layers", _SIZE.layers, "Blocks.")
 _SEQUENCE = flags.DEFINE_integer("sequence", _SIZE.sequence, "Bytes a document predicts.")
 _BATCH = flags.DEFINE_integer("batch", sizes.DECODER.batch_size, "Documents in a batch.")
-_SECONDS = flags.DEFINE_float("seconds", 90.0, "Budget of the search, seconds.")
-_COMPILES = flags.DEFINE_integer("compiles", 16, "Budget of the search, programs compiled.")
-_PROFILES = flags.DEFINE_integer("profiles", 12, "Budget of the search, programs measured.")
-_STEPS = flags.DEFINE_integer("steps", 200, "Training steps after the search; 0 for none.")
+_SECONDS = flags.DEFINE_float("seconds", 120.0, "Budget of the search, seconds.")
+_CANDIDATES = flags.DEFINE_integer("candidates", 300, "Budget of the search, layouts propagated.")
+_COMPILES = flags.DEFINE_integer("compiles", 12, "Budget of the search, programs compiled.")
+_PROFILES = flags.DEFINE_integer("profiles", 10, "Budget of the search, programs measured.")
+_STEPS = flags.DEFINE_integer("steps", 150, "Training steps after the search; 0 for none.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the search and of the training batches.")
 _CHECKPOINT = flags.DEFINE_bool("checkpoint", False, "Save the trained state with orbax.")
 
@@ -72,7 +73,11 @@ def main(argv: list[str]) -> None:
             jax.devices(),
             knobs=task.knobs,
             budget=autoshard.Budget(
-                compiles=_COMPILES.value, profiles=_PROFILES.value, seconds=_SECONDS.value
+                candidates=_CANDIDATES.value,
+                compiles=_COMPILES.value,
+                profiles=_PROFILES.value,
+                seconds=_SECONDS.value,
+                rounds=12,
             ),
             journal=run / "journal.jsonl",
             seed=_SEED.value,

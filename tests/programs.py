@@ -102,10 +102,6 @@ def scanned_gpt(remat: bool = True, layers: int = LAYERS, unroll: int = 1) -> Wo
     )
 
 
-def scan_unrolled_by_four() -> Workload:
-    return scanned_gpt(remat=False, layers=8, unroll=4)
-
-
 def unrolled_gpt(layers: int = LAYERS) -> Workload:
     def loss(params, tokens):
         x = params["emb"][tokens]
@@ -119,7 +115,7 @@ def unrolled_gpt(layers: int = LAYERS) -> Workload:
     return train(loss, init, token_batch(), sample_tokens())
 
 
-def gradient_accumulation(parts: int = 4) -> Workload:
+def gradient_accumulation(parts: int = 2) -> Workload:
     def step(params, tokens):
         micro = tokens.reshape(parts, -1, tokens.shape[-1])
 
@@ -227,19 +223,23 @@ def equal_width_mlp(layers: int = 4, width: int = 32) -> Workload:
     return train(loss, init, (shaped(BATCH, width), shaped(BATCH, width)))
 
 
-def scanned_mlp() -> Workload:
+def scanned_mlp(layers: int = LAYERS, unroll: int = 1) -> Workload:
     """Layers of two matrices, stacked: no residual stream, no attention."""
 
     def loss(params, x):
         def layer(x, w):
             return jnp.tanh(jax.nn.relu(x @ w["a"]) @ w["b"]), None
 
-        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+        return jnp.mean(jax.lax.scan(layer, x, params, unroll=unroll)[0] ** 2)
 
     def init():
-        return {"a": normal(0, LAYERS, EMBED, MLP), "b": normal(1, LAYERS, MLP, EMBED)}
+        return {"a": normal(0, layers, EMBED, MLP), "b": normal(1, layers, MLP, EMBED)}
 
     return train(loss, init, shaped(BATCH, EMBED))
+
+
+def scan_unrolled_by_four() -> Workload:
+    return scanned_mlp(layers=8, unroll=4)
 
 
 def rnn() -> Workload:
@@ -648,7 +648,6 @@ EVERY: dict[str, Callable[[], Workload]] = {
     f.__name__: f
     for f in (
         scanned_gpt,
-        scan_unrolled_by_four,
         unrolled_gpt,
         gradient_accumulation,
         fused_qkv,
@@ -657,6 +656,7 @@ EVERY: dict[str, Callable[[], Workload]] = {
         one_more_token,
         equal_width_mlp,
         scanned_mlp,
+        scan_unrolled_by_four,
         rnn,
         associative_scan,
         mixture_of_experts,

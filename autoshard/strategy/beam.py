@@ -23,7 +23,9 @@ class Beam:
     def __init__(self, memory_bytes: int, width: int = 4, batch: int = 32, explore: int = 2):
         self.width, self.batch, self.explore = width, batch, explore
         self._memory_bytes = memory_bytes
-        self._neighbours: dict[Candidate, tuple[Candidate, ...]] = {}  # derived, never decides
+        # Derived from the space; they save time and decide nothing.
+        self._neighbours: dict[Candidate, tuple[Candidate, ...]] = {}
+        self._contained: dict[Candidate, bool] = {}
 
     def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
         done = {seen.candidate for seen in history}
@@ -44,10 +46,15 @@ class Beam:
         found: list[Candidate] = []
         for rank, seen in enumerate(best):
             fresh = [c for c in self._near(space, seen.candidate) if c not in done]
+            rng.shuffle(fresh)
             share = max(4, (self.batch - self.explore) >> (rank + 1))
-            for candidate in rng.sample(fresh, min(share, len(fresh))):
-                done.add(candidate)
-                found.append(candidate)
+            for candidate in fresh:
+                if share == 0:
+                    break
+                if self._contains(space, candidate):
+                    done.add(candidate)
+                    found.append(candidate)
+                    share -= 1
         if not found and history:
             return ()
         for _ in range(self.explore if history else self.batch):
@@ -59,5 +66,10 @@ class Beam:
 
     def _near(self, space: Space, candidate: Candidate) -> tuple[Candidate, ...]:
         if candidate not in self._neighbours:
-            self._neighbours[candidate] = tuple(space.neighbours(candidate))
+            self._neighbours[candidate] = tuple(space.drafts(candidate))
         return self._neighbours[candidate]
+
+    def _contains(self, space: Space, candidate: Candidate) -> bool:
+        if candidate not in self._contained:
+            self._contained[candidate] = space.contains(candidate) is None
+        return self._contained[candidate]

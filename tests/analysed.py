@@ -1,0 +1,125 @@
+"""The workloads of `tests.programs`, analysed once a session, and ways to judge and run layouts."""
+
+import functools
+
+import jax
+import numpy as np
+
+from autoshard import lowering
+from autoshard.analysis import Analysis
+from autoshard.cost import KINDS, Constants, CostModel, LinkCost
+from autoshard.driver import Subject
+from autoshard.layout import Layout
+from autoshard.program import sample_batch, trace
+from autoshard.rungs.propagate import Propagator
+from autoshard.space import Space
+from autoshard.strategy import baselines
+from autoshard.subjects import make_subject
+from autoshard.target import Target, find_target
+from autoshard.trial import Estimate
+from autoshard.workload import Workload
+from tests import programs
+
+CONSTANTS = Constants(
+    device="test",
+    device_count=8,
+    contract_flops_per_s=1e11,
+    element_flops_per_s=1e10,
+    bandwidth_bytes_per_s=1e10,
+    launch_s=1e-6,
+    shared=False,
+    forms_reduce_scatter=True,
+    links=tuple(
+        LinkCost(kind=kind, group_size=n, latency_s=1e-5, s_per_byte=n * 1e-10)
+        for kind in KINDS
+        for n in (2, 8)
+    ),
+    date="2026-01-01",
+)
+COST = CostModel(CONSTANTS)
+
+
+@functools.cache
+def target() -> Target:
+    return find_target(jax.devices()[:8])
+
+
+def analyse(workload: Workload, keep_constraints: bool = False) -> Subject:
+    return make_subject(trace(workload, (), keep_constraints), target(), "free", None)
+
+
+@functools.cache
+def subject(name: str) -> Subject:
+    return analyse(programs.EVERY[name]())
+
+
+@functools.cache
+def propagator(analysis: Analysis) -> Propagator:
+    return Propagator(analysis)
+
+
+def judge(of: Subject, layout: Layout) -> Estimate:
+    """Rung 1's estimate; fails the test where rung 1 has none."""
+    outcome = propagator(of.analysis_for(layout)).judge(of.space, layout, COST)
+    assert isinstance(outcome, Estimate), outcome
+    return outcome
+
+
+def baseline(space: Space, name: str, mesh_axes: int | None = None) -> Layout:
+    """The first baseline of a name, of the first mesh with so many axes."""
+    for found in baselines(space):
+        layout = found.candidate.layout
+        if found.name == name and mesh_axes in (None, len(layout.mesh)):
+            return layout
+    raise AssertionError(f"no baseline {name!r}")
+
+
+def arguments(of: Subject) -> list[jax.Array]:
+    """State and batch, flat."""
+    program = of.analysis.program
+    workload = program.workload
+    if workload.sample is not None:
+        batch = jax.tree.leaves(workload.sample(jax.random.key(1)))
+    else:
+        batch = sample_batch(program, 0)
+    return [*jax.tree.leaves(workload.init()), *batch]
+
+
+def run(of: Subject, layout: Layout) -> list[np.ndarray]:
+    """New state and metrics of one step under a layout."""
+    specs = of.space.specs(layout)
+    mesh = target().mesh(specs.mesh)
+    step = lowering.jit_step(of.analysis_for(layout), specs, target())
+    placed = [
+        jax.device_put(x, s)
+        for x, s in zip(arguments(of), lowering.shardings(mesh, specs.inputs), strict=True)
+    ]
+    return programs.flat_values(step(*placed))
+
+
+def run_plain(of: Subject) -> list[np.ndarray]:
+    """The same of the user's own step on one device."""
+    workload = of.analysis.program.workload
+    flat = arguments(of)
+    count = len(of.analysis.program.state)
+    state = jax.tree.unflatten(of.analysis.program.state_tree, flat[:count])
+    batch = jax.tree.unflatten(of.analysis.program.batch_tree, flat[count:])
+    return programs.flat_values(jax.jit(workload.step)(state, batch))
+
+
+def worst_error(of: Subject, got: list[np.ndarray], want: list[np.ndarray]) -> float:
+    """Largest relative L2 error: of the change of a state leaf, or of a metric."""
+    before = programs.flat_values(arguments(of))[: len(of.analysis.program.state)]
+    assert len(got) == len(want)
+    worst = 0.0
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        if not np.issubdtype(a.dtype, np.floating):
+            assert np.array_equal(a, b), i
+            continue
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        change = b - (before[i].astype(np.float64) if i < len(before) else 0.0)
+        # Against 1e-4 this lets the last bit of a leaf that hardly changes differ.
+        floor = 1e-3 * np.linalg.norm(b) + 1e-30
+        worst = max(worst, float(np.linalg.norm(a - b) / max(np.linalg.norm(change), floor)))
+    return worst

@@ -1,0 +1,102 @@
+"""What is storage and what is compute, on steps small enough to say which is which."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from autoshard.compat import jaxprs
+from autoshard.flow import BATCH, STATE, Flow
+
+W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+
+
+def traced(step: Callable) -> tuple[jaxprs.ClosedJaxpr, Flow]:
+    """`step(w, x) -> (new w, metric)`."""
+    closed = jax.make_jaxpr(step)(W, X)
+    return closed, Flow(closed, 1, 1)
+
+
+def results(closed: jaxprs.ClosedJaxpr, primitive: str) -> list[jaxprs.Var]:
+    return [
+        e.outvars[0] for e in jaxprs.equations(closed.jaxpr) if e.primitive.name == primitive
+    ]
+
+
+def test_activations_are_compute_and_gradients_are_storage() -> None:
+    def step(w, x):
+        loss, g = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * g, loss
+
+    closed, flow = traced(step)
+    forward, backward = results(closed, "dot_general")
+    assert not flow.storage(forward) and flow.of(forward) == STATE | BATCH
+    assert flow.storage(backward)
+    assert flow.storage(closed.jaxpr.invars[0]) and not flow.storage(closed.jaxpr.invars[1])
+    assert flow.state_only(closed.jaxpr.invars[0]) and not flow.state_only(forward)
+
+
+def test_optimizer_arithmetic_is_storage_and_its_norm_is_not() -> None:
+    def step(w, x):
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        norm = jnp.sqrt(jnp.sum(g**2))
+        return w - 0.1 * jnp.tanh(g) / (1 + norm), norm
+
+    closed, flow = traced(step)
+    assert all(flow.storage(v) for v in results(closed, "tanh"))
+    assert not any(flow.storage(v) for v in results(closed, "sqrt"))
+
+
+def test_gradients_accumulated_in_a_loop_are_storage() -> None:
+    def step(w, x):
+        def add(total, part):
+            return total + jax.grad(lambda w: jnp.mean(jnp.tanh(part @ w)))(w), None
+
+        total, _ = jax.lax.scan(add, jnp.zeros_like(w), x.reshape(4, 4, 8))
+        return w - total, jnp.sum(total)
+
+    closed, flow = traced(step)
+    (scan,) = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
+    assert flow.storage(scan.outvars[0])
+    body = jaxprs.open_jaxpr(scan.params["jaxpr"])
+    assert flow.storage(body.outvars[0])
+    assert not any(flow.storage(v) for v in results(closed, "tanh"))
+
+
+def test_hidden_state_carried_in_a_loop_is_compute() -> None:
+    def step(w, x):
+        def loss(w):
+            h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)
+            return jnp.mean(h)
+
+        return w - jax.grad(loss)(w), jnp.zeros(())
+
+    closed, flow = traced(step)
+    assert results(closed, "tanh")
+    assert not any(flow.storage(v) for v in results(closed, "tanh"))
+
+
+def test_a_cast_parameter_is_storage_and_its_product_is_not() -> None:
+    def step(w, x):
+        y = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        return w, jnp.sum(y)
+
+    closed, flow = traced(step)
+    casts = results(closed, "convert_element_type")
+    assert {bool(flow.storage(v)) for v in casts if v.aval.shape == (8, 8)} == {True}
+    assert not flow.storage(results(closed, "dot_general")[0])
+
+
+def test_values_inside_a_cond_and_a_nested_jit_are_told_apart() -> None:
+    @jax.jit
+    def update(w, g):
+        return jax.lax.cond(jnp.sum(w) > 0, lambda: w - jnp.sin(g), lambda: w)
+
+    def step(w, x):
+        g = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+        return update(w, g), jnp.zeros(())
+
+    closed, flow = traced(step)
+    assert results(closed, "sin")
+    assert all(flow.storage(v) for v in results(closed, "sin"))
+    assert not any(flow.storage(v) for v in results(closed, "tanh"))
