@@ -390,9 +390,7 @@ class _Namer:
         classes: dict[object, list[list[Factor]]] = {}
         ordered: list[list[Factor]] = []
         for family in families.values():
-            marks = {
-                (_normal(p), d, k) for f in family for p, d, k in self.marks.get(f, ())
-            }
+            marks = {(_normal(p), d, k) for f in family for p, d, k in self.marks.get(f, ())}
             signature: object = (
                 tuple(f.size for f in family),
                 any(f.is_loop for f in family),

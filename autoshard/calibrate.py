@@ -113,9 +113,9 @@ def _forms_reduce_scatter(target: Target) -> bool:
     mesh = target.mesh((("x", n),))
     columns, rows = (NamedSharding(mesh, PartitionSpec(*s)) for s in ((None, "x"), ("x", None)))
     shape = jax.ShapeDtypeStruct((64 * n, 64 * n), jnp.float32)
-    product = jax.jit(
-        lambda a, b: a @ b, in_shardings=(columns, rows), out_shardings=rows
-    ).lower(shape, shape)
+    product = jax.jit(lambda a, b: a @ b, in_shardings=(columns, rows), out_shardings=rows).lower(
+        shape, shape
+    )
     return "reduce-scatter" in (product.compile().as_text() or "")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from autoshard.driver import Found, Subject
 from autoshard.report.words import mebibytes, mesh_in_words, rules_in_words
 from autoshard.target import Target
-from autoshard.trial import Estimate, Failure, Kind, Trial
+from autoshard.trial import Estimate, Failure, Kind, Rung, Trial
 
 
 def why_no_plan(found: Found, subjects: Sequence[Subject], target: Target, limit_bytes: int) -> str:
@@ -30,7 +30,9 @@ def why_no_plan(found: Found, subjects: Sequence[Subject], target: Target, limit
                 example = example or trial.failure.message
         told = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
         return f"every candidate failed ({told or 'none was judged'}); the first: {example[:500]}"
-    trial, index, estimate = min(too_large, key=lambda x: x[2].peak_memory_bytes)
+    trial, index, estimate = min(
+        too_large, key=lambda x: (x[2].rung is not Rung.COMPILE, x[2].peak_memory_bytes)
+    )
     missing = estimate.peak_memory_bytes - limit_bytes
     layout = trial.candidate.layout
     lines = [
@@ -71,5 +73,5 @@ def _known(trial: Trial) -> Estimate | None:
 
 
 def _ceil(estimate: Estimate, limit_bytes: int, target: Target) -> int:
-    """The device memory whose limit, headroom taken off as here, equals the candidate's peak."""
-    return -(-estimate.peak_memory_bytes * target.memory_bytes // max(limit_bytes, 1))
+    """The device memory whose limit, headroom taken off as here, is the candidate's peak."""
+    return 1 - (-estimate.peak_memory_bytes * target.memory_bytes // max(limit_bytes, 1))

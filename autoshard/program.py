@@ -324,6 +324,7 @@ def _strip(
     shardings: list[object] = []
     manual: dict[str, jaxprs.AnyMesh] = {}
     memo: dict[int, jaxprs.Jaxpr] = {}
+    closed_memo: dict[int, jaxprs.ClosedJaxpr] = {}
 
     def rewrite(jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
         if id(jaxpr) in memo:
@@ -343,7 +344,7 @@ def _strip(
                 alias[eqn.outvars[0]] = read(eqn.invars[0])
                 changed = True
                 continue
-            new = jaxprs.with_inner(eqn, rewrite)
+            new = jaxprs.with_inner(eqn, rewrite, closed_memo)
             given = jaxprs.has_shardings(eqn)
             if given:
                 shardings.extend(given)

@@ -132,11 +132,10 @@ class SiteMap:
         self._entries: dict[int, dict[int, int]] = {}
         self._uses: dict[int, dict[tuple[int, int], int]] = {}
         self._results: dict[int, dict[tuple[int, int], int]] = {}
-        self._find(closed.jaxpr, is_loop_body=False)
+        self._loops: dict[int, jaxprs.JaxprEqn] = {}
+        self._find(closed.jaxpr, loop=None)
 
-    def _add(
-        self, place: Place, var: jaxprs.Var, storage: bool, eqn: jaxprs.JaxprEqn | None
-    ) -> int:
+    def _add(self, place: Place, var: jaxprs.Var, storage: bool, eqn: jaxprs.JaxprEqn) -> int:
         index = len(self.sites)
         self.sites.append(
             Site(
@@ -144,13 +143,13 @@ class SiteMap:
                 place=place,
                 storage=storage,
                 shape=tuple(var.aval.shape),
-                operation=eqn.primitive.name if eqn else "loop",
-                source=jaxprs.source_line(eqn) if eqn else "",
+                operation=eqn.primitive.name,
+                source=jaxprs.source_line(eqn),
             )
         )
         return index
 
-    def _find(self, jaxpr: jaxprs.Jaxpr, is_loop_body: bool) -> None:
+    def _find(self, jaxpr: jaxprs.Jaxpr, loop: jaxprs.JaxprEqn | None) -> None:
         if id(jaxpr) in self._results:
             return
         flow = self._flow
@@ -162,16 +161,17 @@ class SiteMap:
         # Values that carry a sharding already: sited ones, what elementwise chains make of them,
         # and what the caller hands in.
         settled: set[jaxprs.Var] = set(jaxpr.invars)
-        if is_loop_body:
+        if loop is not None:
+            self._loops[id(jaxpr)] = loop
             for i, var in enumerate(jaxpr.invars):
                 if _worth(var) and flow.of(var):
-                    entries[i] = self._add(Place.ENTRY, var, flow.storage(var), None)
+                    entries[i] = self._add(Place.ENTRY, var, flow.storage(var), loop)
         returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
         for e, eqn in enumerate(jaxpr.eqns):
             name = eqn.primitive.name
             links = inner_links(eqn)
             for body, *_ in links:
-                self._find(body, name in jaxprs.LOOPS)
+                self._find(body, eqn if name in jaxprs.LOOPS else None)
             mixes = any(not flow.state_only(v) and flow.of(v) for v in eqn.invars)
             if name in CONTRACTIONS or _enlarges(eqn) or (name == "gather" and mixes):
                 for i, operand in enumerate(eqn.invars):
@@ -191,7 +191,7 @@ class SiteMap:
                 opens = any(v not in settled for v in eqn.invars if _worth(v))
                 settled.update(eqn.outvars)
             for o, var in enumerate(eqn.outvars):
-                wanted = opens or (is_loop_body and var in returned)
+                wanted = opens or (loop is not None and var in returned)
                 if wanted and _worth(var) and flow.of(var):
                     results[e, o] = self._add(Place.RESULT, var, flow.storage(var), eqn)
                     settled.add(var)
@@ -204,6 +204,7 @@ class SiteMap:
         A jaxpr that occurs many times is rewritten once, so that it stays one function.
         """
         memo: dict[int, jaxprs.Jaxpr] = {}
+        closed_memo: dict[int, jaxprs.ClosedJaxpr] = {}
 
         def rewrite(jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
             if id(jaxpr) in memo:
@@ -218,7 +219,7 @@ class SiteMap:
             def read(v: jaxprs.Atom) -> jaxprs.Atom:
                 return v if isinstance(v, jaxprs.Literal) else alias.get(v, v)
 
-            def pin(index: int, source: jaxprs.Var, like: jaxprs.JaxprEqn | None) -> jaxprs.Var:
+            def pin(index: int, source: jaxprs.Var, like: jaxprs.JaxprEqn) -> jaxprs.Var:
                 site = self.sites[index]
                 sharding = sharding_of(site)
                 if sharding is None:
@@ -228,9 +229,9 @@ class SiteMap:
                 return target
 
             for i, index in entries.items():
-                alias[jaxpr.invars[i]] = pin(index, jaxpr.invars[i], None)
+                alias[jaxpr.invars[i]] = pin(index, jaxpr.invars[i], self._loops[id(jaxpr)])
             for e, eqn in enumerate(jaxpr.eqns):
-                new = jaxprs.with_inner(eqn, rewrite)
+                new = jaxprs.with_inner(eqn, rewrite, closed_memo)
                 invars = [read(v) for v in new.invars]
                 for i in range(len(invars)):
                     if (e, i) in uses:

@@ -96,7 +96,7 @@ class Space:
     def canonical(self, layout: Layout) -> Layout:
         """The one form a layout has in this space.
 
-        Mesh axes that a step or `fix` names do not merge, and the only mesh there is keeps its shape.
+        Mesh axes that a step or `fix` names do not merge; the only mesh there is keeps its shape.
         """
         fixed = {m for _, to in self.pinned for m in to}
         fixed |= {m for _, spec in self.fixed_leaves for dim in spec for m in dim}

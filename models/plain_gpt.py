@@ -21,7 +21,7 @@ class PlainGPTConfig:
     vocab_size: int = 50304  # V
     sequence: int = 2048  # S
     batch: int = 64  # B
-    dtype: jnp.dtype = jnp.dtype("bfloat16")
+    dtype: str = "bfloat16"
     learning_rate: float = 0.1
 
     @property

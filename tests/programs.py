@@ -385,7 +385,9 @@ def conditional() -> Workload:
 
     def step(params, x):
         value, grads = jax.value_and_grad(loss)(params, x)
-        new = jax.lax.cond(jnp.isfinite(value), lambda p, g: sgd(p, g), lambda p, g: p, params, grads)
+        new = jax.lax.cond(
+            jnp.isfinite(value), lambda p, g: sgd(p, g), lambda p, g: p, params, grads
+        )
         return new, {"loss": value}
 
     def init():

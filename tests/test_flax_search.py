@@ -56,7 +56,9 @@ def test_nnx_search_with_knobs_trains():
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.1
     held_out = plan.jit(
-        lambda state, batch: decoder.loss(nnx_model(state, lambda: decoder.Decoder(CONFIG)), batch)[0]
+        lambda state, batch: decoder.loss(nnx_model(state, lambda: decoder.Decoder(CONFIG)), batch)[
+            0
+        ]
     )
     assert np.isfinite(float(held_out(state, tokens(2))))
 

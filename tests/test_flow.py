@@ -18,9 +18,7 @@ def traced(step: Callable) -> tuple[jaxprs.ClosedJaxpr, Flow]:
 
 
 def results(closed: jaxprs.ClosedJaxpr, primitive: str) -> list[jaxprs.Var]:
-    return [
-        e.outvars[0] for e in jaxprs.equations(closed.jaxpr) if e.primitive.name == primitive
-    ]
+    return [e.outvars[0] for e in jaxprs.equations(closed.jaxpr) if e.primitive.name == primitive]
 
 
 def test_activations_are_compute_and_gradients_are_storage() -> None:

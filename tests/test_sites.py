@@ -58,34 +58,28 @@ def test_an_unrolled_scan_has_several_operations_for_one_site() -> None:
 
 def test_a_function_jitted_once_and_called_six_times_stays_one_function() -> None:
     of = subject("jit_called_six_times")
-    calls = [e for e in constrained(of).jaxpr.eqns if "jaxpr" in e.params]
-    bodies = collections.Counter(
-        id(jaxprs.open_jaxpr(e.params["jaxpr"]))
-        for e in calls
-        if e.params.get("name") == "_shared_layer"
-    )
-    assert max(bodies.values()) >= 6
-    assert len(bodies) <= 4  # forward and its transposes, as without sites
-    text = str(
-        shardy.lower_abstract(
-            constrained(of), lowering.shapes(of.analysis.program.inputs), "cpu"
-        )
-    )
-    plain = str(
-        shardy.lower_abstract(
-            of.analysis.program.step, lowering.shapes(of.analysis.program.inputs), "cpu"
-        )
-    )
-    assert text.count("func.func private") == plain.count("func.func private")
+    shapes = lowering.shapes(of.analysis.program.inputs)
+
+    def calls(closed: jaxprs.ClosedJaxpr) -> list[int]:
+        """How often each jitted function is called."""
+        bodies = [
+            id(jaxprs.open_jaxpr(e.params["jaxpr"]))
+            for e in closed.jaxpr.eqns
+            if e.params.get("name") == "_shared_layer"
+        ]
+        return sorted(collections.Counter(bodies).values())
+
+    def functions(closed: jaxprs.ClosedJaxpr) -> int:
+        return str(shardy.lower_abstract(closed, shapes, "cpu")).count("func.func private")
+
+    plain, sited = of.analysis.program.step, constrained(of)
+    assert calls(sited) == calls(plain) and max(calls(sited)) >= 5
+    assert functions(sited) == functions(plain)
 
 
 def test_no_site_is_inside_a_manual_region() -> None:
     of = subject("manual_region")
-    found = [
-        e
-        for e in jaxprs.equations(constrained(of).jaxpr)
-        if e.primitive.name == "shard_map"
-    ]
+    found = [e for e in jaxprs.equations(constrained(of).jaxpr) if e.primitive.name == "shard_map"]
     assert found
     for eqn in found:
         inner = str(eqn.params["jaxpr"])
@@ -107,7 +101,7 @@ def test_the_rewritten_step_keeps_the_user_s_source_lines() -> None:
 
     assert lines(plain) == lines(sited)
     own = [jaxprs.source_line(e) for e in constraints(sited)]
-    assert sum("tests/programs.py:" in line for line in own) > 0.8 * len(own)
+    assert own and all(not line or "tests/programs.py:" in line for line in own)
     named = [s for s in of.analysis.sites.sites if s.place is Place.RESULT]
     assert all("tests/programs.py:" in s.source for s in named if s.operation == "dot_general")
 
@@ -137,8 +131,8 @@ def test_roles_in_a_scanned_gpt() -> None:
     )
     # Stacks of parameters and of gradients.
     assert storage_of(of, "scan", (LAYERS, EMBED, MLP), Place.RESULT) == {True}
-    assert storage_of(of, "loop", (EMBED, MLP), Place.ENTRY) == {True}
-    assert storage_of(of, "loop", (BATCH, SEQUENCE, EMBED), Place.ENTRY) == {False}
+    assert storage_of(of, "scan", (EMBED, MLP), Place.ENTRY) == {True}
+    assert storage_of(of, "scan", (BATCH, SEQUENCE, EMBED), Place.ENTRY) == {False}
 
 
 # The roles at work: what FSDP sends, as the partitioner and as the compiler see it.
@@ -177,7 +171,7 @@ def test_fsdp_compiled_sends_no_stack_either() -> None:
     counts = hlo.count(hlo.parse(text), specs.mesh)
     # XLA merges small all-reduces: arrays are looked at one by one.
     largest = 0
-    for computation in hlo.parse(text).computations.values():
+    for computation in hlo.parse(text).computations:
         for i in computation.instructions:
             if i.opcode.removesuffix("-start") in ("all-gather", "all-reduce", "reduce-scatter"):
                 largest = max(largest, *(math.prod(s.dims) * 4 for s in i.shapes))
@@ -203,8 +197,16 @@ def test_a_site_of_the_running_step_has_the_sharding_of_its_spec() -> None:
     closed = lowering.constrained_step(of.analysis, specs, target().mesh(specs.mesh))
     found = constraints(closed)
     assert len(found) == len(specs.sites)
-    wanted = collections.Counter(
-        tuple(PartitionSpec.UNCONSTRAINED if o else (a or None) for a, o in zip(s.spec, s.open))
+
+    def text(spec: tuple[object, ...]) -> str:
+        return str(PartitionSpec(*spec))
+
+    wanted = [
+        tuple(
+            PartitionSpec.UNCONSTRAINED if is_open else (axes or None)
+            for axes, is_open in zip(s.spec, s.open, strict=True)
+        )
         for s in specs.sites.values()
-    )
-    assert collections.Counter(tuple(e.params["sharding"].spec) for e in found) == wanted
+    ]
+    placed = [text(tuple(e.params["sharding"].spec)) for e in found]
+    assert sorted(placed) == sorted(text(spec) for spec in wanted)

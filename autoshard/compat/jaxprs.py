@@ -66,8 +66,15 @@ def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def with_inner(eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """`eqn` with each of its inner jaxprs rewritten."""
+def with_inner(
+    eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr], memo: dict[int, ClosedJaxpr]
+) -> JaxprEqn:
+    """`eqn` with each of its inner jaxprs rewritten.
+
+    Args:
+      memo: one dict for all equations of a step. A function called many times is lowered once only
+        if every call holds the same ClosedJaxpr.
+    """
     params = dict(eqn.params)
     changed = False
     for name, index, inner in inner_jaxprs(eqn):
@@ -75,7 +82,9 @@ def with_inner(eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
         if new is open_jaxpr(inner):
             continue
         changed = True
-        closed = ClosedJaxpr(new, inner.consts) if isinstance(inner, ClosedJaxpr) else new
+        closed: ClosedJaxpr | Jaxpr = new
+        if isinstance(inner, ClosedJaxpr):
+            closed = memo.setdefault(id(inner), ClosedJaxpr(new, inner.consts))
         if index is None:
             params[name] = closed
         else:
@@ -158,7 +167,7 @@ def _constraint(shape: tuple[int, ...], dtype: object, sharding: NamedSharding) 
 
 
 def constraint_equation(
-    source: Var, target: Var, sharding: NamedSharding, tag: str, like: JaxprEqn | None
+    source: Var, target: Var, sharding: NamedSharding, tag: str, like: JaxprEqn
 ) -> JaxprEqn:
     """An equation `target = sharding_constraint(source)`.
 
@@ -168,7 +177,7 @@ def constraint_equation(
         user's line.
     """
     eqn = _constraint(source.aval.shape, source.aval.dtype, sharding)
-    info = (like or eqn).source_info
+    info = like.source_info
     info = info.replace(name_stack=info.name_stack.extend(tag))
     return eqn.replace(invars=[source], outvars=[target], source_info=info)
 
@@ -198,6 +207,7 @@ def on_mesh(closed: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
       mesh: has the same axis names.
     """
     memo: dict[int, Jaxpr] = {}
+    closed_memo: dict[int, ClosedJaxpr] = {}
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
     def moved(sharding: object) -> object:
@@ -219,7 +229,7 @@ def on_mesh(closed: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
             elif eqn.primitive.name == "shard_map":
                 eqn = eqn.replace(params={**eqn.params, "mesh": abstract})
             else:
-                eqn = with_inner(eqn, rewrite)
+                eqn = with_inner(eqn, rewrite, closed_memo)
                 if has_shardings(eqn):
                     eqn = moved_shardings(eqn, moved)
             eqns.append(eqn)

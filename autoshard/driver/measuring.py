@@ -45,7 +45,13 @@ class Measuring:
         self._compile_key = compile_key
 
     def measure(
-        self, bench: Benches, indices: Sequence[int], wave: str, rounds: int, first_round: int
+        self,
+        bench: Benches,
+        indices: Sequence[int],
+        wave: str,
+        rounds: int,
+        first_round: int,
+        share: float,
     ) -> None:
         """Races rows against each other, unless the journal holds the wave.
 
@@ -56,6 +62,7 @@ class Measuring:
           wave: name of the wave, part of the journal's keys.
           rounds: the most rounds.
           first_round: number of the wave's first round; samples of one round pair up.
+          share: part of the budget's seconds after which the race stops.
         """
         ledger = self._ledger
         if not indices:
@@ -76,7 +83,7 @@ class Measuring:
             if len(raced) == len(group):
                 ranked += self._replayed(raced, first_round)
             else:
-                ranked += self._race(bench, group, wave, rounds, first_round, keys)
+                ranked += self._race(bench, group, wave, rounds, first_round, share, keys)
         if len(groups) > 1:
             ranked.sort(key=ledger.time_of)
         self._rank(ranked)
@@ -88,6 +95,7 @@ class Measuring:
         wave: str,
         rounds: int,
         first_round: int,
+        share: float,
         keys: dict[int, str],
     ) -> list[int]:
         ledger = self._ledger
@@ -143,7 +151,7 @@ class Measuring:
             folder=str(ledger.folder / "traces"),
             memory_bytes=ledger.target.memory_bytes,
             settings=RaceSettings(max_rounds=rounds),
-            should_stop=lambda: ledger.late(1.0),
+            should_stop=lambda: ledger.late(share),
             on_progress=lambda done, text: ledger.tell(Stage.PROFILE, done, total, text),
             on_failure=failed,
         )

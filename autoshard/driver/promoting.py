@@ -43,6 +43,21 @@ def promoted(ledger: Ledger, count: int, taken: Sequence[int]) -> list[int]:
     return [e.index for e in chosen]
 
 
+def smallest(ledger: Ledger) -> int | None:
+    """The row with the least predicted peak, None if rung 2 has judged it, or there is none."""
+    peaks = [
+        (row.propagated.peak_memory_bytes, i)
+        for i, row in enumerate(ledger.rows)
+        if isinstance(row.propagated, Estimate)
+    ]
+    if not peaks:
+        return None
+    index = min(peaks)[1]
+    judged = ledger.rows[index].compiled
+    rejected = isinstance(judged, Failure) and judged.stage is Stage.PROPAGATE
+    return index if judged is None or rejected else None
+
+
 def learn(ledger: Ledger) -> None:
     """Takes from the measurements how far rung 1 is off."""
     pairs = [

@@ -13,15 +13,22 @@ from autoshard.cost import Constants, Correction
 from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger, Subject
 from autoshard.driver.measuring import Measuring, opened_bench
-from autoshard.driver.promoting import baseline_rows, false_rejections, learn, promoted
+from autoshard.driver.promoting import (
+    baseline_rows,
+    false_rejections,
+    learn,
+    promoted,
+    smallest,
+)
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal
 from autoshard.strategy import Strategy
 from autoshard.target import Target
-from autoshard.trial import Failure, Kind, Stage, Trial
+from autoshard.trial import Estimate, Failure, Kind, Stage, Trial
 
 RUNG1_SHARE, FIRST_WAVE_SHARE, RUNG2_SHARE = 0.25, 0.45, 0.7
-"""Parts of a limit of seconds after which rung 1, the first compiles and all compiles stop."""
+"""Parts of a limit of seconds after which rung 1, the first compiles, and the first race and all
+compiles stop."""
 
 FIRST_WAVE_ROUNDS = 6
 """Rounds of the first race: enough to correct rung 1 and to drop what is clearly slow."""
@@ -125,7 +132,7 @@ def _climb(
     with opened_bench(ledger) as bench:
         with ledger.timed("profile"):
             begun = ledger.fitting(first)[: budget.profiles]
-            measuring.measure(bench, begun, "first", FIRST_WAVE_ROUNDS, 0)
+            measuring.measure(bench, begun, "first", FIRST_WAVE_ROUNDS, 0, RUNG2_SHARE)
         learn(ledger)
         with ledger.timed("compile"):
             room = min(budget.compiles - compiling.count, budget.profiles - len(ledger.measured()))
@@ -133,16 +140,17 @@ def _climb(
             compiling.compile(second, RUNG2_SHARE)
         with ledger.timed("profile"):
             finalists = [*measuring.ranking[:_DEFENDERS], *ledger.fitting(second)]
-            measuring.measure(bench, finalists, "final", budget.rounds, FIRST_WAVE_ROUNDS)
+            measuring.measure(bench, finalists, "final", budget.rounds, FIRST_WAVE_ROUNDS, 1.0)
         learn(ledger)
 
 
 def _ranked_by_estimate(ledger: Ledger, compiling: Compiling) -> list[int]:
     """Nothing was measured: what rung 2 finds to fit, by its estimate.
 
-    Compiles a few more where nothing is known to fit yet. What failed on the devices is not
-    planned; and nothing is where measuring came to its end and a candidate computed something else
-    than it should.
+    Compiles a few more where nothing is known to fit yet, at last what rung 1 takes for the
+    smallest: rung 1 may be wrong, and if it is not, the error can say what is missing. What failed
+    on the devices is not planned; and nothing is where measuring came to its end and a candidate
+    computed something else than it should.
     """
     failed = {
         i: row.profiled for i, row in enumerate(ledger.rows) if isinstance(row.profiled, Failure)
@@ -150,13 +158,23 @@ def _ranked_by_estimate(ledger: Ledger, compiling: Compiling) -> list[int]:
     wrong = any(f.kind is Kind.NUMERICS for f in failed.values())
     if wrong and ledger.ended != "interrupted":
         return []
+
+    def fitting() -> list[int]:
+        return [i for i in ledger.fitting(range(len(ledger.rows))) if i not in failed]
+
     for _ in range(4):
-        fitting = [i for i in ledger.fitting(range(len(ledger.rows))) if i not in failed]
-        if fitting or not ledger.rows:
-            break
-        more = promoted(ledger, 2, [])
+        more = [] if fitting() else promoted(ledger, 2, [])
         if not more:
             break
         with ledger.timed("compile"):
             compiling.compile(more, float("inf"))
-    return sorted(fitting, key=lambda i: (ledger.rows[i].trial().estimate.time_s, i))  # type: ignore[union-attr]
+    if not fitting() and (least := smallest(ledger)) is not None:
+        with ledger.timed("compile"):
+            compiling.compile([least], float("inf"))
+    return sorted(fitting(), key=lambda i: (_time_s(ledger, i), i))
+
+
+def _time_s(ledger: Ledger, index: int) -> float:
+    compiled = ledger.rows[index].compiled
+    assert isinstance(compiled, Estimate)
+    return compiled.time_s

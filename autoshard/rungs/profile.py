@@ -143,7 +143,8 @@ def judge(
         kind, error, where = checked[runner.name]
         devices: tuple[DeviceProfile, ...] = ()
         trace = ""
-        if by_name[runner.name].traced and not should_stop():
+        best = runner.name == result.winner
+        if by_name[runner.name].traced and (best or not should_stop()):
             on_progress(len(outcomes), f"tracing {runner.name}")
             bench.load(runner.name, by_name[runner.name].module)
             devices, trace = _trace(bench, runner.name, folder)

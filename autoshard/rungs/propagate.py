@@ -151,7 +151,7 @@ class Propagator:
 
 
 def _closed(spec: Spec, leaf: Leaf) -> shardy.Dims:
-    """Every dimension closed; a PRNG key's words are a dimension of their own, and stay together."""
+    """Every dimension closed; the words of a PRNG key are a dimension that stays whole."""
     return tuple((axes, False) for axes in (*spec, *((),) * leaf.is_key))
 
 

@@ -1,0 +1,25 @@
+"""Hypothesis strategies for layouts."""
+
+from hypothesis import strategies as st
+
+from autoshard.layout import Layout, rules
+
+AXES = ("batch", "embed", "mlp", "heads")
+NAMES = ("x", "y", "z", "w")
+
+
+@st.composite
+def layouts(draw: st.DrawFn, axes: tuple[str, ...] = AXES) -> Layout:
+    """Any layout on meshes of up to four axes of sizes 1 to 4, canonical or not."""
+    sizes = draw(st.lists(st.integers(1, 4), max_size=4))
+    mesh = tuple(zip(NAMES, sizes, strict=False))
+    names = [name for name, _ in mesh]
+    to = st.lists(st.sampled_from(names), unique=True, max_size=3) if names else st.just([])
+    table = st.dictionaries(st.sampled_from(axes), to)
+    twice = st.dictionaries(st.sampled_from(axes), st.integers(0, 1))
+    return Layout(
+        mesh=mesh,
+        compute=rules(draw(table)),
+        storage=rules(draw(table)),
+        occurrences=tuple(draw(twice).items()),
+    )

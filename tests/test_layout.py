@@ -1,0 +1,158 @@
+"""Laws of layouts: one canonical form, and JSON that keeps everything."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from autoshard.errors import LayoutError
+from autoshard.layout import Candidate, Layout, rules
+from tests.layouts import layouts
+
+
+@given(layouts())
+def test_canonical_is_idempotent(layout: Layout) -> None:
+    once = layout.canonical()
+    assert once.canonical() == once
+    assert once.device_count == layout.device_count
+
+
+@given(layouts())
+def test_canonical_has_no_axis_of_size_one_and_no_pair_that_could_merge(layout: Layout) -> None:
+    found = layout.canonical()
+    assert all(size > 1 for _, size in found.mesh)
+    tables = [to for _, to in (*found.compute, *found.storage)]
+    for (first, _), (second, _) in zip(found.mesh, found.mesh[1:], strict=False):
+        together = [f"{first},{second}" in ",".join(to) for to in tables]
+        apart = [first not in to and second not in to for to in tables]
+        assert not all(a or b for a, b in zip(together, apart, strict=True))
+
+
+@given(layouts())
+def test_json_round_trip(layout: Layout) -> None:
+    again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
+    assert again.canonical() == layout.canonical()
+    assert (again.mesh, again.compute, again.storage) == (
+        layout.mesh,
+        layout.compute,
+        layout.storage,
+    )
+
+
+@given(layouts(), st.integers(0, 4))
+def test_axes_of_size_one_change_nothing(layout: Layout, at: int) -> None:
+    mesh = (*layout.mesh[:at], ("one", 1), *layout.mesh[at:])
+    wider = dataclasses.replace(
+        layout,
+        mesh=mesh,
+        compute=tuple((a, ("one", *to)) for a, to in layout.compute),
+        storage=tuple((a, (*to, "one")) for a, to in layout.storage),
+    )
+    assert wider.canonical() == layout.canonical()
+
+
+@given(layouts(), st.data())
+def test_an_axis_divided_in_two_that_stay_together_changes_nothing(
+    layout: Layout, data: st.DataObject
+) -> None:
+    choices = [(i, n, m) for i, (_, n) in enumerate(layout.mesh) for m in range(1, n + 1)]
+    choices = [(i, n, m) for i, n, m in choices if n % m == 0]
+    assume(choices)
+    i, n, major = data.draw(st.sampled_from(choices))
+    name = layout.mesh[i][0]
+
+    def widen(table: tuple[tuple[str, tuple[str, ...]], ...]) -> dict[str, list[str]]:
+        return {a: [x for m in to for x in ((m, "half") if m == name else (m,))] for a, to in table}
+
+    mesh = (*layout.mesh[:i], (name, major), ("half", n // major), *layout.mesh[i + 1 :])
+    divided = Layout(
+        mesh=mesh,
+        compute=rules(widen(layout.compute)),
+        storage=rules(widen(layout.storage)),
+        occurrences=layout.occurrences,
+    )
+    # With a size of one the other half stands for the axis, under its own name.
+    assume(1 < major < n or n == 1)
+    assert divided.canonical() == layout.canonical()
+
+
+@given(layouts())
+def test_the_order_of_tables_changes_nothing(layout: Layout) -> None:
+    shuffled = Layout(
+        mesh=layout.mesh,
+        compute=layout.compute[::-1],
+        storage=layout.storage[::-1],
+        occurrences=layout.occurrences[::-1],
+    )
+    assert shuffled.canonical() == layout.canonical()
+
+
+@given(layouts())
+def test_spreading_over_its_own_mesh_undoes_canonical(layout: Layout) -> None:
+    wide = layout.canonical().spread_over(layout.mesh)
+    assume(wide is not None)  # axes of size one in front may have given their name away
+    assert wide is not None
+    assert wide.mesh == layout.mesh
+    assert wide.canonical() == layout.canonical()
+
+
+def test_spreading_names_every_axis_again() -> None:
+    layout = Layout(mesh=(("data", 8),), compute=rules({"batch": "data"}))
+    mesh = (("data", 4), ("one", 1), ("model", 2))
+    wide = layout.spread_over(mesh)
+    assert wide is not None
+    assert wide.compute == (("batch", ("data", "model")),)
+    assert layout.spread_over((("data", 4),)) is None
+    assert layout.spread_over((("other", 8),)) is None
+
+
+def test_merging_keeps_the_device_order() -> None:
+    swapped = Layout(mesh=(("x", 4), ("y", 2)), compute=rules({"batch": ("y", "x")}))
+    assert swapped.canonical() == swapped
+    together = Layout(mesh=(("x", 4), ("y", 2)), compute=rules({"batch": ("x", "y")}))
+    assert together.canonical().mesh == (("x", 8),)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        {},
+        {"mesh": [["x", 2]]},
+        {"mesh": [["x", "two"]], "compute": {}, "storage": {}, "occurrences": {}, "as_written": 0},
+        {"mesh": [["x", 2]], "compute": 3, "storage": {}, "occurrences": {}, "as_written": False},
+        {
+            "mesh": [["x", 2]],
+            "compute": {"batch": ["y"]},
+            "storage": {},
+            "occurrences": {},
+            "as_written": False,
+        },
+    ],
+)
+def test_json_that_is_no_layout_is_refused(data: object) -> None:
+    with pytest.raises(LayoutError):
+        Layout.from_json(data)
+    with pytest.raises(LayoutError):
+        Candidate.from_json({"layout": data, "knobs": {}})
+
+
+def test_a_rule_on_an_unknown_or_repeated_mesh_axis_is_refused() -> None:
+    with pytest.raises(LayoutError, match="batch"):
+        Layout(mesh=(("x", 2),), compute=rules({"batch": "y"}))
+    with pytest.raises(LayoutError, match="distinct"):
+        Layout(mesh=(("x", 2),), storage=(("batch", ("x", "x")),))
+    with pytest.raises(LayoutError, match="distinct"):
+        Layout(mesh=(("x", 2), ("x", 2)))
+
+
+@given(layouts(), layouts())
+def test_candidate_keys_are_equal_exactly_for_equal_candidates(a: Layout, b: Layout) -> None:
+    one = Candidate(layout=a.canonical(), knobs=(("remat", "none"),))
+    two = Candidate(layout=b.canonical(), knobs=(("remat", "none"),))
+    assert (one.key == two.key) == (one == two)
+    assert Candidate.from_json(json.loads(one.key)) == one
+    assert one.key != dataclasses.replace(one, knobs=(("remat", "full"),)).key

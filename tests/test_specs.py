@@ -1,0 +1,151 @@
+"""A layout applied: what each input, output and site is sharded by, and what was dropped."""
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autoshard.layout import Layout, rules
+from autoshard.specs import Specs, resolve
+from tests import programs
+from tests.analysed import subject
+from tests.layouts import layouts
+from tests.programs import EMBED, MLP
+
+WORKLOADS = ("scanned_gpt", "equal_width_mlp", "gradient_accumulation", "rnn")
+
+
+def apply(name: str, layout: Layout) -> Specs:
+    analysis = subject(name).analysis
+    return resolve(analysis.program, analysis.axes, analysis.sites.sites, layout)
+
+
+def index(name: str, path: str) -> int:
+    return [x.path for x in subject(name).analysis.program.inputs].index(path)
+
+
+def spec_of(name: str, specs: Specs, path: str) -> tuple[tuple[str, ...], ...]:
+    return specs.inputs[index(name, path)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(WORKLOADS), st.data())
+def test_the_canonical_layout_shards_everything_the_same(name: str, data: st.DataObject) -> None:
+    analysis = subject(name).analysis
+    axes = tuple(a.name for a in analysis.axes.axes)
+    layout = data.draw(layouts(axes))
+    one, two = apply(name, layout), apply(name, layout.canonical())
+
+    def ways(specs: Specs, spec: tuple[tuple[str, ...], ...]) -> list[int]:
+        sizes = dict(specs.mesh)
+        return [math.prod(sizes[m] for m in dim) for dim in spec]
+
+    # Merged mesh axes are dropped together where divisibility cuts between them.
+    if not one.dropped and not two.dropped:
+        for a, b in zip(one.inputs, two.inputs, strict=True):
+            assert ways(one, a) == ways(two, b)
+        for i in one.sites.keys() & two.sites.keys():
+            assert ways(one, one.sites[i].spec) == ways(two, two.sites[i].spec)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(WORKLOADS), st.data())
+def test_every_spec_is_valid(name: str, data: st.DataObject) -> None:
+    analysis = subject(name).analysis
+    axes = tuple(a.name for a in analysis.axes.axes if not a.is_loop)
+    specs = apply(name, data.draw(layouts(axes)))
+    sizes = dict(specs.mesh)
+    held = [
+        *((x.shape, s) for x, s in zip(analysis.program.inputs, specs.inputs, strict=True)),
+        *((analysis.sites.sites[i].shape, s.spec) for i, s in specs.sites.items()),
+    ]
+    for shape, spec in held:
+        used = [m for dim in spec for m in dim]
+        assert len(spec) == len(shape) and len(set(used)) == len(used)
+        for n, dim in zip(shape, spec, strict=True):
+            assert n % math.prod(sizes[m] for m in dim) == 0
+    count = len(analysis.program.state)
+    assert specs.outputs[:count] == specs.inputs[:count]
+    assert all(not any(s) for s in specs.outputs[count:])
+
+
+def test_state_takes_storage_rules_and_the_batch_compute_rules() -> None:
+    axes = subject("custom_derivatives").analysis.axes
+    hidden = next(a.name for a in axes.axes if a.size == MLP)
+    layout = Layout(
+        mesh=(("x", 2), ("y", 4)),
+        compute=rules({"batch": "x", hidden: "y"}),
+        storage=rules({hidden: ("x", "y")}),
+    )
+    specs = apply("custom_derivatives", layout)
+    assert spec_of("custom_derivatives", specs, "state['a']") == ((), ("x", "y"))
+    assert spec_of("custom_derivatives", specs, "batch") == (("x",), ())
+    sites = subject("custom_derivatives").analysis.sites.sites
+    placed = {(sites[i].storage, sites[i].shape): s.spec for i, s in specs.sites.items()}
+    assert placed[False, (16, MLP)] == (("x",), ("y",))
+    assert placed[False, (EMBED, MLP)] == ((), ("y",))
+    assert placed[True, (EMBED, MLP)] == ((), ("x", "y"))
+    assert not specs.idle and not specs.dropped
+
+
+def test_dimensions_of_known_axes_without_a_rule_are_closed() -> None:
+    specs = apply("scanned_gpt", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
+    assert len(specs.sites) == len(subject("scanned_gpt").analysis.axes.sites)
+    assert not any(is_open for s in specs.sites.values() for is_open in s.open)
+
+
+def test_the_longest_prefix_that_divides_is_taken_and_the_rest_is_listed() -> None:
+    heads = next(a.name for a in subject("odd_sizes").analysis.axes.axes if a.size == 6)
+    layout = Layout(mesh=(("x", 2), ("y", 4)), storage=rules({heads: ("x", "y")}))
+    specs = apply("odd_sizes", layout)
+    assert spec_of("odd_sizes", specs, "state['q']") == ((), ("x",), ())
+    assert any("state['q'][1]" in d and "not divisible by y=4" in d for d in specs.dropped)
+
+
+def test_a_rule_that_shards_nothing_is_idle() -> None:
+    words = next(a.name for a in subject("odd_sizes").analysis.axes.axes if a.size == 257)
+    layout = Layout(mesh=(("x", 8),), compute=rules({words: "x"}), storage=rules({words: "x"}))
+    assert len(apply("odd_sizes", layout).idle) == 2
+
+
+def test_fused_heads_inside_a_larger_part_are_dropped_and_said_so() -> None:
+    heads = next(a.name for a in subject("fused_qkv").analysis.axes.axes if a.size == 8)
+    layout = Layout(mesh=(("x", 8),), compute=rules({heads: "x"}), storage=rules({heads: "x"}))
+    specs = apply("fused_qkv", layout)
+    assert spec_of("fused_qkv", specs, "state['out']") == (("x",), ())
+    assert spec_of("fused_qkv", specs, "state['qkv']") == ((), ())
+    assert any("state['qkv'][1]" in d and "larger part" in d for d in specs.dropped)
+
+
+def test_an_accumulated_batch_is_fed_in_whole_pieces() -> None:
+    specs = apply("gradient_accumulation", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
+    assert spec_of("gradient_accumulation", specs, "batch") == (("x",), ())
+
+
+@pytest.mark.parametrize("occurrence", [0, 1])
+def test_which_occurrence_of_an_axis_held_twice_is_sharded(occurrence: int) -> None:
+    ((group, axis),) = subject("rnn").analysis.axes.twice
+    layout = Layout(
+        mesh=(("x", 8),),
+        storage=rules({axis: "x"}),
+        occurrences=((group, occurrence),) if occurrence else (),
+    )
+    spec = spec_of("rnn", apply("rnn", layout), "state['recurrent']")
+    assert spec == ((("x",), ()) if occurrence == 0 else ((), ("x",)))
+
+
+def test_the_key_tells_equal_layouts() -> None:
+    a = apply("rnn", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
+    b = apply("rnn", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
+    c = apply("rnn", Layout(mesh=(("x", 8),)))
+    assert a.key() == b.key() != c.key()
+
+
+def test_metrics_are_replicated() -> None:
+    of = programs.odds_and_ends
+    assert of.__name__ in programs.EVERY
+    specs = apply("odds_and_ends", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
+    count = len(subject("odds_and_ends").analysis.program.state)
+    assert [len(s) for s in specs.outputs[count:]] == [2, 1]
+    assert not any(dim for s in specs.outputs[count:] for dim in s)
