@@ -140,7 +140,7 @@ class _Ties:
     def operation(self, op: shardy.Operation, in_loop: bool) -> None:
         name = op.name
         rule = shardy.factors_of(op)
-        # The partitioner gives each use of a constant expression a copy of its own: it ties nothing.
+        # The partitioner gives each use of a constant expression its own copy: it ties nothing.
         if (
             name != "sdy.sharding_constraint"
             and len(op.regions) == 0
@@ -416,7 +416,7 @@ class _Namer:
         for group in groups:
             own = next((given[f] for f in group if f in given), None)
             marks = self.marks.get(group[0], [("value", 0, 0)])
-            # The largest state leaf names an axis best: `kernel[1]` rather than `bias[0]` or `x[1]`.
+            # The largest state leaf names an axis best: `kernel[1]`, not `bias[0]` or `x[1]`.
             path, dim, part = max(marks, key=lambda m: self.weight.get(m[0], -1))
             base = path if "@" in path else _short(_normal(path) if len(group) > 1 else path)
             if any(f in batch for f in group):

@@ -94,7 +94,7 @@ class Layout:
         )
 
     def spread_over(self, mesh: tuple[tuple[str, int], ...]) -> "Layout | None":
-        """The same layout on `mesh`, axes of which `canonical` merged or left out; None if on another."""
+        """The same layout on `mesh`, of which `canonical` dropped axes; None if on another mesh."""
         rest = [(name, size) for name, size in mesh if size > 1]
         wide: dict[str, tuple[str, ...]] = {}
         for name, size in self.mesh:

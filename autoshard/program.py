@@ -320,7 +320,7 @@ def _pinned(
 def _strip(
     closed: jaxprs.ClosedJaxpr,
 ) -> tuple[jaxprs.ClosedJaxpr, list[object], dict[str, jaxprs.AnyMesh]]:
-    """Takes the user's own constraints out; returns also their shardings, and manual regions' meshes."""
+    """Takes the user's constraints out; returns their shardings too, and manual regions' meshes."""
     shardings: list[object] = []
     manual: dict[str, jaxprs.AnyMesh] = {}
     memo: dict[int, jaxprs.Jaxpr] = {}

@@ -247,7 +247,7 @@ class Space:
         return (near for near in self.drafts(candidate) if self.contains(near) is None)
 
     def drafts(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same, some of which the space does not contain: cheap, to be asked about one by one."""
+        """The same and some the space does not contain: cheap, to be asked about one by one."""
         if candidate.layout.as_written:
             return
         seen = {candidate.layout}

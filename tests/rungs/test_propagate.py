@@ -1,0 +1,159 @@
+"""Rung 1: what the partitioner makes of a layout, and that no step ends it."""
+
+import random
+
+import pytest
+
+from autoshard.layout import Layout, rules
+from autoshard.rungs.propagate import Propagator
+from autoshard.strategy import baselines
+from autoshard.trial import Estimate, Failure, Kind
+from tests import programs
+from tests.analysed import COST, analyse, baseline, judge, propagator, subject
+from tests.programs import BATCH, EMBED, LAYERS, MLP, shaped, train
+
+
+@pytest.mark.parametrize("name", list(programs.EVERY))
+def test_baselines_and_random_layouts_of_every_step_are_judged(name: str) -> None:
+    of = subject(name)
+    rng = random.Random(2)
+    layouts = [b.candidate.layout for b in baselines(of.space)]
+    layouts += [c.layout for c in (of.space.sample(rng) for _ in range(4)) if c]
+    for layout in layouts:
+        estimate = judge(of, layout)
+        assert estimate.time_s == pytest.approx(estimate.compute_s + estimate.communication_s)
+        assert estimate.time_s >= 0 and estimate.flops >= 0
+        assert estimate.peak_memory_bytes >= estimate.state_bytes >= 0
+        assert all(c.group_size > 1 and c.bytes > 0 for c in estimate.collectives)
+
+
+def test_a_replicated_step_sends_nothing_and_does_everything() -> None:
+    of = subject("scanned_gpt")
+    estimate = judge(of, baseline(of.space, "replicated"))
+    assert estimate.collectives == () and estimate.communication_s == 0.0
+    assert estimate.state_bytes == of.analysis.program.state_bytes
+
+
+def test_data_parallel_divides_the_work_and_sums_each_gradient_once() -> None:
+    of = subject("custom_derivatives")
+    alone = judge(of, baseline(of.space, "replicated"))
+    spread = judge(of, baseline(of.space, "data parallel"))
+    assert spread.flops < alone.flops / 6
+    assert set(spread.bytes_by_kind()) == {"all_reduce"}
+    gradients = 2 * EMBED * MLP * 4
+    assert spread.bytes_by_kind()["all_reduce"] == gradients + 4  # and the loss
+    assert all(c.group_size == 8 and c.mesh_axes == ("x",) for c in spread.collectives)
+
+
+def test_collectives_in_a_loop_count_every_iteration() -> None:
+    of = subject("scanned_mlp")
+    hidden = next(a.name for a in of.space.axes.axes if a.size == MLP)
+    layout = of.space.layout((("x", 8),), {hidden: ("x",)}, {hidden: ("x",)})
+    estimate = judge(of, layout)
+    forward_and_back = [c for c in estimate.collectives if c.bytes == BATCH * EMBED * 4]
+    assert sum(c.count for c in forward_and_back) == 2 * LAYERS
+    assert set(estimate.bytes_by_kind()) == {"all_reduce"}
+
+
+def test_a_sharded_contraction_divides_the_work() -> None:
+    of = subject("custom_derivatives")
+    hidden = next(a.name for a in of.space.axes.axes if a.size == MLP)
+    layout = of.space.layout((("x", 8),), {hidden: ("x",)}, {hidden: ("x",)})
+    alone = judge(of, baseline(of.space, "replicated"))
+    assert judge(of, layout).flops == pytest.approx(alone.flops / 8, rel=0.1)
+
+
+def test_state_bytes_are_those_of_one_device() -> None:
+    of = subject("adamw")
+    for name in ("FSDP", "tensor parallel"):
+        estimate = judge(of, baseline(of.space, name))
+        assert estimate.state_bytes < of.analysis.program.state_bytes / 6
+
+
+def test_a_square_and_an_erf_keep_their_sharding() -> None:
+    """CHLO operations, which Shardy has no rules for: without one they would be replicated."""
+
+    def loss(params, x):
+        h = (x @ params["up"]) ** 2
+        return ((_erf(h) @ params["down"]) ** 2).mean()
+
+    import jax
+
+    _erf = jax.lax.erf
+
+    def init():
+        return {"up": programs.normal(0, EMBED, MLP), "down": programs.normal(1, MLP, EMBED)}
+
+    of = analyse(train(loss, init, shaped(BATCH, EMBED)))
+    alone = judge(of, baseline(of.space, "replicated"))
+    spread = judge(of, baseline(of.space, "data parallel"))
+    assert spread.flops < alone.flops / 6
+    assert set(spread.bytes_by_kind()) == {"all_reduce"}
+    assert not spread.unmodelled
+
+
+def test_a_prng_key_in_the_state_costs_nothing() -> None:
+    """Its constraints name a mesh without axes; Shardy ends the process on an axis it lacks."""
+    of = subject("key_in_state")
+    estimate = judge(of, baseline(of.space, "data parallel"))
+    assert set(estimate.bytes_by_kind()) <= {"all_reduce"}
+
+
+def test_a_manual_region_counts_as_replicated_and_is_named() -> None:
+    of = subject("manual_region")
+    estimate = judge(of, baseline(of.space, "data parallel"))
+    assert any("manual_computation" in what for what, _ in estimate.unmodelled)
+
+
+def test_a_step_as_written_is_judged_by_its_own_constraints() -> None:
+    of = subject("with_constraints")
+    layout = Layout(mesh=(("data", 4), ("model", 2)), as_written=True)
+    written = judge(of, layout)
+    # The author's layout, said as rules.
+    hidden = next(a.name for a in of.space.axes.axes if a.size == MLP)
+    same = of.space.layout(
+        layout.mesh, {"batch": ("data",), hidden: ("model",)}, {hidden: ("model",)}
+    )
+    estimate = judge(of, same)
+    assert written.bytes_by_kind() == estimate.bytes_by_kind()
+    assert written.flops == pytest.approx(estimate.flops, rel=0.05)
+
+
+def test_a_layout_that_is_not_of_the_space_is_a_failure_not_an_exception() -> None:
+    of = subject("custom_derivatives")
+    outcome = propagator(of.analysis).judge(
+        of.space, Layout(mesh=(("x", 8),), as_written=True), COST
+    )
+    assert isinstance(outcome, Failure) and outcome.kind is Kind.UNSUPPORTED
+
+
+def test_judging_leaves_the_base_module_alone() -> None:
+    of = subject("custom_derivatives")
+    fresh = Propagator(of.analysis)
+    layouts = [b.candidate.layout for b in baselines(of.space)]
+    first = [fresh.judge(of.space, layout, COST) for layout in layouts]
+    again = [fresh.judge(of.space, layout, COST) for layout in reversed(layouts)][::-1]
+    for a, b in zip(first, again, strict=True):
+        assert isinstance(a, Estimate) and isinstance(b, Estimate)
+        assert (a.time_s, a.collectives, a.peak_memory_bytes) == (
+            b.time_s,
+            b.collectives,
+            b.peak_memory_bytes,
+        )
+
+
+def test_zero_is_a_point_of_the_space() -> None:
+    """Storage over an axis that compute does not use: parameters gathered, gradients scattered."""
+    of = subject("scanned_gpt")
+    embed = next(a.name for a in of.space.axes.axes if a.size == EMBED)
+    zero = of.space.layout((("x", 8),), {"batch": ("x",)}, {embed: ("x",)})
+    kinds = judge(of, zero).bytes_by_kind()
+    assert kinds["all_gather"] > 0 and kinds["reduce_scatter"] > 0
+    assert kinds.get("all_reduce", 0) < kinds["reduce_scatter"] / 10
+
+
+def test_sharding_by_rules_with_size_one_axes_is_the_same() -> None:
+    of = subject("custom_derivatives")
+    plain = Layout(mesh=(("x", 8),), compute=rules({"batch": "x"}))
+    padded = Layout(mesh=(("x", 8), ("y", 1)), compute=rules({"batch": ("x", "y")})).canonical()
+    assert judge(of, plain).time_s == judge(of, padded).time_s

@@ -1,0 +1,74 @@
+"""Baselines: what people write by hand, found by structure."""
+
+from autoshard.layout import Layout
+from autoshard.strategy import baselines
+from tests.analysed import baseline, judge, subject
+from tests.programs import EMBED, HEADS, MLP
+
+
+def test_a_gpt_has_all_of_them() -> None:
+    space = subject("scanned_gpt").space
+    found = baselines(space)
+    names = {b.name for b in found}
+    assert names == {
+        "replicated",
+        "data parallel",
+        "FSDP",
+        "tensor parallel",
+        "FSDP x TP",
+        "data x TP",
+    }
+    assert len({b.candidate for b in found}) == len(found)
+    meshes = {b.candidate.layout.mesh for b in found if b.name == "FSDP x TP"}
+    assert {tuple(n for _, n in mesh) for mesh in meshes} == {(4, 2), (2, 4)}
+
+
+def test_data_parallel_shards_the_batch_and_nothing_else() -> None:
+    layout = baseline(subject("scanned_gpt").space, "data parallel")
+    assert layout.compute == (("batch", ("x",)),) and layout.storage == ()
+    clip = baseline(subject("clip").space, "data parallel")
+    assert {axis for axis, _ in clip.compute} == {"batch.image", "batch.text"}
+
+
+def test_fsdp_stores_an_eighth_and_computes_as_data_parallel_does() -> None:
+    of = subject("scanned_gpt")
+    layout = baseline(of.space, "FSDP")
+    replicated = judge(of, baseline(of.space, "replicated"))
+    fsdp = judge(of, layout)
+    assert fsdp.state_bytes == replicated.state_bytes / 8
+    assert layout.compute == baseline(of.space, "data parallel").compute
+
+
+def test_tensor_parallel_cuts_columns_then_rows() -> None:
+    of = subject("scanned_gpt")
+    sizes = {a.name: a.size for a in of.space.axes.axes}
+    cuts = [
+        {sizes[axis] for axis, _ in b.candidate.layout.compute}
+        for b in baselines(of.space)
+        if b.name == "tensor parallel"
+    ]
+    assert any({HEADS, MLP} <= cut and EMBED not in cut for cut in cuts)
+
+
+def test_tensor_parallel_of_an_equal_width_mlp_takes_every_other_axis() -> None:
+    of = subject("equal_width_mlp")
+    weights = of.analysis.axes.inputs[: len(of.analysis.program.state)]
+    cuts = [
+        {axis for axis, _ in b.candidate.layout.compute}
+        for b in baselines(of.space)
+        if b.name == "tensor parallel"
+    ]
+    assert cuts
+    for cut in cuts:
+        for (rows,), (columns,) in weights:
+            assert len({rows[0], columns[0]} & cut) == 1
+    # One all-reduce for two products forward: fewer than if each product were summed.
+    layout = baseline(of.space, "tensor parallel")
+    assert sum(c.count for c in judge(of, layout).collectives) <= 5
+
+
+def test_the_step_as_written_is_a_baseline_where_it_has_constraints() -> None:
+    found = baselines(subject("with_constraints").space)
+    assert found[0].name == "as written"
+    assert found[0].candidate.layout == Layout(mesh=(("data", 4), ("model", 2)), as_written=True)
+    assert "as written" not in {b.name for b in baselines(subject("scanned_gpt").space)}

@@ -1,0 +1,160 @@
+"""Laws that every strategy keeps: pure in (space, seed, history), inside the space, finite."""
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from autoshard.layout import Candidate
+from autoshard.space import Space
+from autoshard.strategy import Beam, Exhaustive, RandomSearch, Seen, Strategy, baselines
+from autoshard.trial import Estimate, Failure, Kind, Rung, Stage
+from tests.analysed import subject
+
+MEMORY_BYTES = 10**9
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "beam": lambda: Beam(MEMORY_BYTES),
+    "narrow beam": lambda: Beam(MEMORY_BYTES, width=1, batch=6, explore=1),
+    "exhaustive": lambda: Exhaustive(batch=8),
+    "random": lambda: RandomSearch(batch=8),
+}
+every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
+
+
+def tell(candidate: Candidate) -> Seen:
+    """An outcome made up from the candidate alone; one in seven fails."""
+    draw = random.Random(candidate.key)
+    if draw.random() < 1 / 7:
+        failure = Failure(stage=Stage.PROPAGATE, kind=Kind.UNSUPPORTED, message="made up")
+        return Seen(candidate=candidate, outcome=failure)
+    time_s = draw.uniform(0.1, 1.0)
+    return Seen(
+        candidate=candidate,
+        outcome=Estimate(
+            rung=Rung.PROPAGATE,
+            time_s=time_s,
+            compute_s=time_s,
+            communication_s=0.0,
+            peak_memory_bytes=int(draw.uniform(0, 2 * MEMORY_BYTES)),
+            state_bytes=0,
+            flops=0.0,
+            bytes_accessed=0.0,
+            op_count=1,
+        ),
+    )
+
+
+def search(
+    strategy: Strategy, space: Space, seed: int, rounds: int, start: tuple[Seen, ...] = ()
+) -> list[tuple[Candidate, ...]]:
+    """Asks and tells; the asks of each round."""
+    asks, history = [], start
+    for _ in range(rounds):
+        asked = strategy.ask(space, seed, history)
+        asks.append(asked)
+        history += tuple(tell(c) for c in asked)
+    return asks
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return subject("custom_derivatives").space
+
+
+@pytest.fixture(scope="module")
+def start(space: Space) -> tuple[Seen, ...]:
+    return tuple(tell(b.candidate) for b in baselines(space))
+
+
+@every_strategy
+def test_same_seed_and_same_tells_give_the_same_asks(
+    make: Callable[[], Strategy], space: Space, start: tuple[Seen, ...]
+) -> None:
+    one, other = search(make(), space, 3, 5, start), search(make(), space, 3, 5, start)
+    assert one == other
+
+
+@every_strategy
+def test_a_fresh_strategy_replays_a_history(
+    make: Callable[[], Strategy], space: Space, start: tuple[Seen, ...]
+) -> None:
+    """What a strategy remembers besides the history decides nothing."""
+    running, history = make(), start
+    for _ in range(4):
+        asked = running.ask(space, 1, history)
+        assert make().ask(space, 1, history) == asked
+        assert running.ask(space, 1, history) == asked
+        history += tuple(tell(c) for c in asked)
+
+
+@every_strategy
+def test_asks_are_new_members_of_the_space(
+    make: Callable[[], Strategy], space: Space, start: tuple[Seen, ...]
+) -> None:
+    done = {seen.candidate for seen in start}
+    for asked in search(make(), space, 0, 6, start):
+        assert len(set(asked)) == len(asked)
+        assert done.isdisjoint(asked)
+        assert all(space.contains(c) is None for c in asked)
+        done.update(asked)
+
+
+@every_strategy
+def test_asking_works_without_a_history(make: Callable[[], Strategy], space: Space) -> None:
+    assert make().ask(space, 0, ())
+
+
+@every_strategy
+def test_a_finite_space_comes_to_an_end(make: Callable[[], Strategy]) -> None:
+    space = subject("scalars_only").space  # a batch axis and nothing else
+    asks = search(make(), space, 0, 12)
+    assert asks[0] and asks[-1] == ()
+    if make is STRATEGIES["exhaustive"]:
+        assert {c for asked in asks for c in asked} == set(space.enumerate())
+
+
+@pytest.mark.parametrize("name", ["beam", "narrow beam", "random"])
+def test_another_seed_asks_something_else(
+    name: str, space: Space, start: tuple[Seen, ...]
+) -> None:
+    make = STRATEGIES[name]
+    assert search(make(), space, 0, 2, start) != search(make(), space, 1, 2, start)
+
+
+def test_exhaustive_asks_for_everything_in_the_space_s_order(space: Space) -> None:
+    want = list(itertools.islice(space.enumerate(), 24))
+    found = [c for asked in search(Exhaustive(batch=8), space, 0, 3) for c in asked]
+    assert found == want
+
+
+def test_beam_goes_down_hill(space: Space, start: tuple[Seen, ...]) -> None:
+    """On a score that counts decisions it must find the layout that takes the most."""
+
+    def count(candidate: Candidate) -> int:
+        layout = candidate.layout
+        return sum(len(to) for _, to in (*layout.compute, *layout.storage))
+
+    def told(candidate: Candidate) -> Seen:
+        seen = tell(candidate)
+        time_s = 1.0 / (1 + count(candidate))
+        outcome = Estimate(
+            rung=Rung.PROPAGATE,
+            time_s=time_s,
+            compute_s=time_s,
+            communication_s=0.0,
+            peak_memory_bytes=0,
+            state_bytes=0,
+            flops=0.0,
+            bytes_accessed=0.0,
+            op_count=1,
+        )
+        return Seen(candidate=seen.candidate, outcome=outcome)
+
+    history = tuple(told(s.candidate) for s in start)
+    beam = Beam(MEMORY_BYTES)
+    before = max(count(s.candidate) for s in history)
+    for _ in range(6):
+        history += tuple(told(c) for c in beam.ask(space, 0, history))
+    assert max(count(s.candidate) for s in history) > before

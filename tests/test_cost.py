@@ -1,0 +1,110 @@
+"""The model of time: monotonic laws, exact small cases, and the fit of its corrections."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.cost import KINDS, Constants, Correction, CostModel, fit_correction
+from tests.analysed import CONSTANTS, COST
+
+amounts = st.floats(0, 1e15, allow_nan=False)
+kinds = st.sampled_from(KINDS)
+
+
+def kernel_s(cost: CostModel, flops: float, bytes_: float, trips: float, contracts: bool) -> float:
+    return cost.kernels_s(
+        np.array([flops]), np.array([bytes_]), np.array([trips]), np.array([contracts])
+    )
+
+
+@given(amounts, amounts, amounts, st.booleans())
+def test_more_work_never_takes_less_time(a: float, b: float, other: float, contracts: bool) -> None:
+    low, high = sorted((a, b))
+    assert kernel_s(COST, low, other, 1, contracts) <= kernel_s(COST, high, other, 1, contracts)
+    assert kernel_s(COST, other, low, 1, contracts) <= kernel_s(COST, other, high, 1, contracts)
+
+
+@given(kinds, st.integers(1, 64), amounts, amounts)
+def test_more_bytes_never_take_less_time(kind: str, group: int, a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    assert COST.collective_s(kind, group, low) <= COST.collective_s(kind, group, high)
+
+
+@given(kinds, st.integers(2, 64), st.integers(2, 64), amounts)
+def test_larger_groups_never_take_less_time(kind: str, a: int, b: int, bytes_: float) -> None:
+    """True for links whose measured constants grow with the group, as these do."""
+    low, high = sorted((a, b))
+    assert COST.collective_s(kind, low, bytes_) <= COST.collective_s(kind, high, bytes_)
+
+
+def test_a_kernel_takes_the_longer_of_arithmetic_and_memory() -> None:
+    launch = CONSTANTS.launch_s
+    assert kernel_s(COST, 1e11, 0, 1, True) == pytest.approx(1.0 + launch)
+    assert kernel_s(COST, 1e10, 0, 1, False) == pytest.approx(1.0 + launch)
+    assert kernel_s(COST, 1e11, 3e10, 2, True) == pytest.approx(2 * (3.0 + launch))
+
+
+def test_devices_of_one_host_share_it() -> None:
+    shared = CostModel(dataclasses.replace(CONSTANTS, shared=True))
+    assert kernel_s(shared, 1e9, 0, 1, True) == pytest.approx(8 * kernel_s(COST, 1e9, 0, 1, True))
+    assert shared.totals_s(1e9, 0, 0, 1) == pytest.approx(8 * COST.totals_s(1e9, 0, 0, 1))
+
+
+def test_collectives_are_alpha_beta() -> None:
+    small, large = (COST.collective_s("all_gather", 8, b) for b in (0, 1e9))
+    assert small == pytest.approx(1e-5) and large == pytest.approx(1e-5 + 0.8)
+    assert COST.collective_s("all_gather", 1, 1e9) == 0.0
+    assert COST.collective_s("all_gather", 5, 0) == pytest.approx(1e-5)
+
+
+def test_no_links_and_unknown_kinds_cost_what_is_known() -> None:
+    alone = CostModel(dataclasses.replace(CONSTANTS, links=()))
+    assert alone.collective_s("all_reduce", 8, 1e9) == 0.0
+    assert COST.collective_s("something new", 8, 1e6) == COST.collective_s("all_gather", 8, 1e6)
+
+
+def test_corrections_scale_their_part() -> None:
+    twice = CostModel(CONSTANTS, Correction(compute=2.0, communication=3.0))
+    assert kernel_s(twice, 1e9, 0, 1, True) == pytest.approx(2 * kernel_s(COST, 1e9, 0, 1, True))
+    assert twice.collective_s("all_to_all", 8, 1e6) == pytest.approx(
+        3 * COST.collective_s("all_to_all", 8, 1e6)
+    )
+
+
+def test_constants_go_through_json_with_their_digest() -> None:
+    again = Constants.from_json(json.loads(json.dumps(CONSTANTS.to_json())))
+    assert again == CONSTANTS and again.digest == CONSTANTS.digest
+    assert dataclasses.replace(CONSTANTS, launch_s=2e-6).digest != CONSTANTS.digest
+
+
+positive = st.floats(1e-4, 10.0)
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=4, max_size=12), st.floats(0.3, 3.0))
+def test_a_fit_finds_a_common_scale(parts: list[tuple[float, float]], scale: float) -> None:
+    found = fit_correction((a, b, scale * (a + b)) for a, b in parts)
+    assert found.compute == pytest.approx(scale, rel=1e-6)
+    assert found.communication == pytest.approx(scale, rel=1e-6)
+
+
+@given(st.lists(st.tuples(positive, positive, positive), max_size=12))
+def test_a_fit_is_always_finite_and_positive(pairs: list[tuple[float, float, float]]) -> None:
+    found = fit_correction(pairs)
+    for factor in (found.compute, found.communication):
+        assert np.isfinite(factor) and factor > 0
+
+
+def test_a_fit_tells_the_two_parts_apart() -> None:
+    pairs = [(1.0, 0.1 * k, 1.0 + 0.3 * k) for k in range(10)] * 5
+    found = fit_correction(pairs, prior_weight=1e-6)
+    assert found.compute == pytest.approx(1.0, rel=1e-3)
+    assert found.communication == pytest.approx(3.0, rel=1e-3)
+
+
+def test_nothing_seen_corrects_nothing() -> None:
+    assert fit_correction([]) == Correction()
+    assert fit_correction([(1.0, 1.0, 0.0)]) == Correction()

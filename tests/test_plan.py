@@ -1,0 +1,239 @@
+"""The plan at work: init, place, put, step, jit, and that what runs is what was judged."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.errors import PlanError, WorkloadError
+from autoshard.lowering import lower_step
+from autoshard.subjects import make_subject
+from autoshard.trial import Estimate, Measurement
+from tests import workloads
+
+
+@pytest.fixture(scope="module")
+def plan(searched):
+    return searched.plan
+
+
+@pytest.fixture(scope="module")
+def unsharded():
+    """States and metrics of three steps on one device, from the plan's own initial state."""
+    workload = workloads.mlp()
+    step = jax.jit(workload.step)
+    state = workload.init()
+    states, metrics = [state], []
+    for k in range(3):
+        state, m = step(state, workloads.batch_of(k))
+        states.append(state)
+        metrics.append(m)
+    return states, metrics
+
+
+def shardings_of(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def values(tree):
+    def value(x):
+        return np.asarray(
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        )
+
+    return jax.tree.map(value, tree)
+
+
+def assert_close(a, b):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), values(a), values(b)
+    )
+
+
+def test_the_state_is_born_sharded_as_the_plan_says(plan, unsharded):
+    state = plan.init()
+    assert shardings_of(state) == plan.state_shardings
+    assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state)), (
+        "the plan of the fixture should shard something, or this test says nothing"
+    )
+    for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(plan.state_shardings), strict=True):
+        assert x.addressable_shards[0].data.shape == s.shard_shape(x.shape)
+    assert_close(state, unsharded[0][0])
+
+
+def test_many_steps_keep_the_shardings_and_compile_once(plan):
+    state, batch = plan.init(), plan.put(workloads.batch_of(0))
+    state, _ = plan.step(state, batch)
+    compiled = []
+
+    def listen(name, seconds, **_):
+        if "compile" in name:
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(4):
+            state, metrics = plan.step(state, batch)
+            assert shardings_of(state) == plan.state_shardings
+        assert not compiled
+        jax.jit(lambda x: x * 3 - 1)(jnp.ones(5))
+        assert compiled, "the listener would have heard"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert all(m.sharding.is_fully_replicated for m in jax.tree.leaves(metrics))
+    assert int(metrics["count"]) == 4 and int(state["count"]) == 5
+
+
+def test_steps_compute_what_the_unsharded_step_computes(plan, unsharded):
+    state = plan.init()
+    for k in range(3):
+        state, metrics = plan.step(state, plan.put(workloads.batch_of(k)))
+        assert_close(metrics, unsharded[1][k])
+        assert_close(state, unsharded[0][k + 1])
+
+
+def test_the_state_is_donated_and_the_batch_is_not(plan):
+    state, batch = plan.init(), plan.put(workloads.batch_of(0))
+    new, _ = plan.step(state, batch)
+    jax.block_until_ready(new)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state) if x.size > 1)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(batch))
+    plan.step(new, batch)
+
+
+def test_put_shards_the_batch_and_checks_it(plan):
+    host = jax.tree.map(np.asarray, workloads.batch_of(0))
+    placed = plan.put(host)
+    assert shardings_of(placed) == plan.batch_shardings
+    assert_close(placed, host)
+    with pytest.raises(PlanError, match=r"batch\['y'\]: got float32\[4, 64\], expected float32\[32"):
+        plan.put({**host, "y": host["y"][:4]})
+    with pytest.raises(PlanError, match=r"batch\['x'\]: got float64"):
+        plan.put({**host, "x": host["x"].astype(np.float64)})
+    with pytest.raises(PlanError, match="the batch has structure"):
+        plan.put((host["x"], host["y"]))
+
+
+@pytest.mark.parametrize("where", ["host", "one device", "replicated", "as planned"])
+def test_place_takes_states_from_anywhere_and_leaves_them_usable(plan, unsharded, where):
+    given = unsharded[0][1]
+    if where == "host":
+        given = {**values(given), "key": given["key"]}
+    elif where == "replicated":
+        whole = jax.NamedSharding(plan.mesh, jax.P())
+        given = jax.tree.map(lambda x: jax.device_put(x, whole), given)
+    elif where == "as planned":
+        given = jax.tree.map(jax.device_put, given, plan.state_shardings)
+    before = values(given)
+    placed = plan.place(given)
+    assert shardings_of(placed) == plan.state_shardings
+    assert_close(placed, given)
+    new, _ = plan.step(placed, plan.put(workloads.batch_of(1)))
+    assert_close(new, unsharded[0][2])
+    after = values(given)  # not donated with what was placed, nor written to
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_place_names_the_leaf_that_does_not_fit(plan, unsharded):
+    state = unsharded[0][0]
+    wrong = {**state, "params": {**state["params"], "w1": jnp.zeros((64, 64))}}
+    with pytest.raises(PlanError, match=r"state\['params'\]\['w1'\]: got float32\[64, 64\], exp"):
+        plan.place(wrong)
+    with pytest.raises(PlanError, match="the state has structure"):
+        plan.place({k: v for k, v in state.items() if k != "count"})
+
+
+def test_step_takes_arrays_that_lie_elsewhere(plan, unsharded):
+    new, metrics = plan.step(plan.place(unsharded[0][0]), workloads.batch_of(0))
+    assert shardings_of(new) == plan.state_shardings
+    assert_close(new, unsharded[0][1])
+    with pytest.raises(PlanError, match=r"batch\['x'\]: got"):
+        plan.step(new, {"x": jnp.zeros((8, 64)), "y": jnp.zeros((8, 64))})
+
+
+def evaluate(state, batch):
+    h = jnp.tanh(batch["x"] @ state["params"]["w1"])
+    error = (h @ state["params"]["w2"] - batch["y"]) ** 2
+    return {"loss": jnp.mean(error), "each": jnp.mean(error, axis=1), "count": state["count"]}
+
+
+def test_evaluation_equals_the_unsharded_one_for_any_batch_size(plan, unsharded):
+    run = plan.jit(evaluate)
+    state = plan.init()
+    for size in (workloads.BATCH, 16, 8, 7, 1, workloads.BATCH):
+        batch = workloads.batch_of(3, size)
+        got = run(state, batch)
+        assert_close(got, jax.jit(evaluate)(unsharded[0][0], batch))
+        assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(got))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    assert len(run._compiled) == 5, "one program for each batch size"
+
+
+def test_evaluation_takes_host_batches_and_states(plan, unsharded):
+    batch = jax.tree.map(np.asarray, workloads.batch_of(3))
+    got = plan.jit(lambda s, b: evaluate(s, b)["loss"])(plan.place(unsharded[0][0]), batch)
+    assert_close(got, evaluate(unsharded[0][0], batch)["loss"])
+
+
+def test_evaluation_errors_are_the_users_own(plan):
+    def broken(state, batch):
+        return batch["z"]
+
+    with pytest.raises(KeyError, match="z") as caught:
+        plan.jit(broken)(plan.init(), workloads.batch_of(0))
+    assert "plan.jit" in "".join(caught.value.__notes__)
+    with pytest.raises(WorkloadError, match="the state has structure"):
+        plan.jit(lambda s, b: b["x"].sum())({"w": jnp.ones(3)}, workloads.batch_of(0))
+
+
+def test_the_running_step_is_the_program_that_was_judged(searched):
+    """Lowered anew from the trial's candidate, as rungs 2 and 3 do, it has the same digest."""
+    plan = searched.plan
+    subject = make_subject(plan.program, plan.target, "free", None)
+    candidate = plan.trial.candidate
+    judged = lower_step(subject.analysis, subject.space.specs(candidate.layout), plan.target)
+    assert plan.lower().digest == judged.digest
+    assert plan.candidate == candidate
+    other = next(t for t in plan.evidence.trials if t.candidate != candidate and t.compiled)
+    other = lower_step(subject.analysis, subject.space.specs(other.candidate.layout), plan.target)
+    assert other.digest != judged.digest
+
+
+def test_the_program_that_runs_was_given_to_the_compiler_and_the_bench(
+    searched, quick, monkeypatch
+):
+    from autoshard.driver import compiling
+
+    seen = []
+    compile_ = compiling.compile_in_process
+    monkeypatch.setattr(
+        compiling, "compile_in_process", lambda r: (seen.append(r.module.digest), compile_(r))[1]
+    )
+    plan = quick()
+    assert plan.lower().digest in seen
+
+
+def test_the_evidence_holds_every_trial(searched):
+    evidence = searched.plan.evidence
+    assert len(evidence.trials) >= workloads.MEASURED.candidates
+    assert len({(t.candidate.key, t.baseline) for t in evidence.trials}) == len(evidence.trials)
+    winner = evidence.trials[evidence.ranking[0]]
+    assert winner is searched.plan.trial
+    assert isinstance(winner.compiled, Estimate) and isinstance(winner.profiled, Measurement)
+    assert winner.profiled.numerics == "exact" and winner.profiled.numerics_error < 1e-4
+    assert winner.compiled.peak_memory_bytes <= evidence.memory_limit_bytes
+    assert {"propagate", "compile", "profile", "all"} <= set(evidence.elapsed_s)
+    assert evidence.ended == "finished"
+    names = {t.baseline for t in evidence.trials}
+    assert {"replicated", "data parallel", "FSDP", "tensor parallel", "FSDP x TP"} <= names
+
+
+def test_a_plan_says_what_it_is(searched):
+    plan = searched.plan
+    assert dict(plan.mesh.shape) == (dict(plan.layout.mesh) or {"x": 1})
+    assert set(plan.mesh.devices.flat) == set(jax.devices())
+    assert all(t == jax.sharding.AxisType.Auto for t in plan.mesh.axis_types)
+    assert plan.knobs == {}
+    assert repr(plan).startswith("<Plan {'mesh'")
+    assert isinstance(plan, autoshard.Plan)

@@ -1,0 +1,337 @@
+"""Saving plans, loading them, and saying field by field why one does not belong here."""
+
+import copy
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard import validity
+from autoshard.errors import PlanError
+from autoshard.plan_file import read_plan, write_plan
+from autoshard.rungs.compile_job import CompileResult
+from tests import workloads
+from tests.workloads import mlp
+
+DEVICES = jax.devices()
+
+
+@pytest.fixture(scope="module")
+def saved(searched, tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "deep" / "plan.json"
+    searched.plan.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(saved):
+    return json.loads(saved.read_text())
+
+
+@pytest.fixture
+def altered(data, tmp_path):
+    """The saved plan with one thing changed."""
+
+    def alter(change):
+        new = copy.deepcopy(data)
+        change(new)
+        path = tmp_path / "altered.json"
+        path.write_text(json.dumps(new))
+        return path
+
+    return alter
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """For errors that must come before anything is compiled."""
+
+    def refuse(request):
+        raise AssertionError("compiled before the check")
+
+    monkeypatch.setattr(validity, "compile_in_process", refuse)
+
+
+def refused(path, model_fn=mlp, mesh=DEVICES, **options):
+    with pytest.raises(PlanError) as caught:
+        autoshard.load_plan(path, model_fn, mesh, **options)
+    return caught.value
+
+
+def test_a_loaded_plan_is_the_saved_one(searched, saved, tmp_path):
+    old, new = searched.plan, autoshard.load_plan(saved, mlp, DEVICES)
+    assert new.layout == old.layout and new.knobs == old.knobs
+    assert new.state_shardings == old.state_shardings
+    assert new.batch_shardings == old.batch_shardings
+    assert new.lower().digest == old.lower().digest
+    assert new.evidence == old.evidence
+    assert str(new) == str(old)
+    state, metrics = new.step(new.init(), new.put(workloads.batch_of(0)))
+    expected = old.step(old.init(), old.put(workloads.batch_of(0)))
+    np.testing.assert_array_equal(metrics["loss"], expected[1]["loss"])
+    np.testing.assert_array_equal(state["params"]["w1"], expected[0]["params"]["w1"])
+    again = tmp_path / "again.json"
+    new.save(again)
+    a, b = json.loads(saved.read_text()), json.loads(again.read_text())
+    assert {**a, "created": ""} == {**b, "created": ""}
+
+
+def test_saving_is_whole_or_not_at_all(searched, saved, tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    path.write_text("precious")
+    broken = copy.copy(searched.plan)
+    broken.evidence = dataclasses.replace(broken.evidence, notes=(object(),))
+    with pytest.raises(TypeError):
+        write_plan(broken, path)
+    assert path.read_text() == "precious" and os.listdir(tmp_path) == ["plan.json"]
+    searched.plan.save(path)
+    assert read_plan(path).candidate == searched.plan.candidate
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_no_file_and_no_plan_file(tmp_path, saved):
+    with pytest.raises(PlanError, match="cannot read the plan .*nowhere.json"):
+        read_plan(tmp_path / "nowhere.json")
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        read_plan(tmp_path)
+    path = tmp_path / "plan.json"
+    for text, message in (
+        ("", "not JSON"),
+        ("step,loss\n1,2\n", "not JSON"),
+        ("[1, 2]", "format is 'list'"),
+        ('{"format": "autoshard-journal", "schema": 1}', "format is 'autoshard-journal'"),
+        ('{"format": "autoshard-plan", "schema": 0}', "schema 0, this version reads 1"),
+        ('{"format": "autoshard-plan", "schema": 2}', "search again"),
+        ('{"format": "autoshard-plan", "schema": 1}', "damaged"),
+    ):
+        path.write_text(text)
+        with pytest.raises(PlanError, match=message):
+            read_plan(path)
+    path.write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(PlanError, match="cannot read"):
+        read_plan(path)
+
+
+def test_a_torn_file_is_refused_wherever_it_ends(saved, tmp_path):
+    text = saved.read_text()
+    path = tmp_path / "torn.json"
+    for cut in range(1, len(text) - 2, len(text) // 40):
+        path.write_text(text[:cut])
+        with pytest.raises(PlanError, match="cut off"):
+            read_plan(path)
+
+
+def places(data, at=()):
+    """Every place in a JSON value, lists by their first element only."""
+    if at:
+        yield at
+    if isinstance(data, (dict, list)):
+        inner = data.items() if isinstance(data, dict) else enumerate(data[:1])
+        for key, value in inner:
+            yield from places(value, (*at, key))
+
+
+def test_a_damaged_field_is_a_plan_error_and_nothing_else(data, tmp_path):
+    """Removes or replaces each field in turn: read, or refused as damaged; never another error."""
+    small = {**data, "evidence": {**data["evidence"]}}
+    best = data["evidence"]["ranking"][0]
+    small["evidence"]["trials"] = [data["evidence"]["trials"][best]]
+    small["evidence"]["ranking"] = [0]
+    path = tmp_path / "damaged.json"
+    refusals = 0
+    for place in places(small):
+        for value in (None, "nonsense", -1, [], {"a": [1]}, "remove"):
+            new = copy.deepcopy(small)
+            holder = new
+            for key in place[:-1]:
+                holder = holder[key]
+            if value == "remove":
+                del holder[place[-1]]
+            else:
+                holder[place[-1]] = value
+            path.write_text(json.dumps(new))
+            try:
+                read_plan(path)
+            except PlanError:
+                refusals += 1
+    assert refusals > 200
+
+
+def test_a_plan_that_is_not_its_winner_is_damaged(altered):
+    def change(data):
+        data["candidate"]["layout"]["compute"] = {}
+
+    with pytest.raises(PlanError, match="not its candidate"):
+        read_plan(altered(change))
+    with pytest.raises(PlanError, match="IndexError"):
+        read_plan(altered(lambda d: d["evidence"]["ranking"].append(10**6)))
+
+
+def test_another_model_is_told_leaf_by_leaf(saved, no_compiler):
+    error = refused(saved, lambda: mlp(width=32))
+    assert "is for another model" in str(error)
+    assert "state['params']['w1']: recorded float32[64, 128], got float32[32, 128]" in str(error)
+    assert "batch['x']: recorded float32[32, 64], got float32[32, 32]" in error.differences
+    assert len(error.differences) == 6, "two matrices, their momenta, x and y; nothing else"
+    assert all(d.strip() in str(error) for d in error.differences)
+
+
+def test_another_batch_dtype_and_structure(saved, no_compiler):
+    error = refused(saved, lambda: mlp(batch=64))
+    assert error.differences == (
+        "batch['x']: recorded float32[32, 64], got float32[64, 64]",
+        "batch['y']: recorded float32[32, 64], got float32[64, 64]",
+    )
+    assert any("bfloat16" in d for d in refused(saved, lambda: mlp(dtype="bfloat16")).differences)
+
+    def smaller():
+        w = mlp()
+
+        def init():
+            return {k: v for k, v in w.init().items() if k != "count"}
+
+        def step(state, batch):
+            new, metrics = w.step({**state, "count": jnp.int32(0)}, batch)
+            return {k: v for k, v in new.items() if k != "count"}, metrics
+
+        return dataclasses.replace(w, init=init, step=step)
+
+    error = refused(saved, smaller)
+    assert error.differences == ("state['count']: recorded int32[], got nothing",)
+
+
+def test_the_same_leaves_and_another_computation(saved, no_compiler):
+    error = refused(saved, lambda: mlp(rate=0.2))
+    (difference,) = error.differences
+    assert difference.startswith("program digest: recorded")
+    assert "other computation" in difference
+
+
+def test_another_number_of_devices(saved, no_compiler):
+    error = refused(saved, mesh=DEVICES[:4])
+    assert error.differences == ("device_count: recorded 8, got 4",)
+    error = refused(saved, mesh=DEVICES[:4], check_target=False)
+    assert error.differences == ("device_count: recorded 8, got 4",)
+
+
+def test_another_kind_of_device_unless_that_is_allowed(altered, saved):
+    def change(data):
+        data["target"].update(platform="tpu", device_kind="TPU v5p")
+
+    path = altered(change)
+    error = refused(path)
+    assert error.differences == (
+        "platform: recorded 'tpu', got 'cpu'",
+        "device_kind: recorded 'TPU v5p', got 'cpu'",
+    )
+    plan = autoshard.load_plan(path, mlp, DEVICES, check_target=False)
+    assert plan.lower().digest == autoshard.load_plan(saved, mlp, DEVICES).lower().digest
+    assert refused(path, lambda: mlp(width=32), check_target=False).differences
+
+
+def test_an_incompatible_version(altered, no_compiler):
+    error = refused(altered(lambda d: d["versions"].update(jax="9.1.0")))
+    assert error.differences == (f"jax: recorded 9.1.0, got {jax.__version__}",)
+
+
+def test_a_version_that_lowers_differently_is_noted(altered):
+    def change(data):
+        data["versions"]["jax"] = "0.9.9"
+        data["program"]["digest"] = "0" * 24
+
+    plan = autoshard.load_plan(altered(change), mlp, DEVICES)
+    assert any("lowers differently than with jax 0.9.9" in n for n in plan.evidence.notes)
+
+
+def test_knobs_the_model_no_longer_takes(saved, quick, tmp_path, no_compiler):
+    path = tmp_path / "knobs.json"
+    quick(lambda rate: mlp(rate), knobs={"rate": (0.1,)}).save(path)
+    error = refused(path, lambda: mlp())
+    assert "knobs: recorded {'rate': 0.1}" in error.differences[0]
+    assert "no knob 'rate'" in error.differences[0]
+
+
+def test_too_much_memory_is_an_error_before_anything_is_allocated(saved, monkeypatch):
+    monkeypatch.setattr(jax, "device_put", None)
+    error = refused(saved, memory_bytes=30_000)
+    assert "the plan needs" in str(error) and "29 KiB (memory_bytes)" in str(error)
+
+
+def test_a_plan_that_no_longer_compiles_is_an_error(saved, monkeypatch):
+    from autoshard.trial import Failure, Kind, Stage
+
+    failure = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="the compiler is unwell")
+    monkeypatch.setattr(validity, "compile_in_process", lambda request: failure)
+    assert "does not compile here: crash: the compiler is unwell" in str(refused(saved))
+
+
+def test_collectives_that_differ_are_listed(altered, searched):
+    best = searched.plan.evidence.ranking[0]
+
+    def change(data):
+        compiled = data["evidence"]["trials"][best]["compiled"]
+        compiled["collectives"] = [
+            {
+                "kind": "all_to_all",
+                "group_size": 4,
+                "mesh_axes": [],
+                "bytes": 2**20,
+                "count": 3,
+                "source": "",
+            }
+        ]
+
+    notes = autoshard.load_plan(altered(change), mlp, DEVICES).evidence.notes
+    assert (
+        "collectives differ from the record: all_to_all in groups of 4: recorded 3.0 MiB a step,"
+        " now 0 B" in notes
+    )
+    actual = {c.kind for c in searched.plan.trial.compiled.collectives}
+    assert actual and all(any(kind in n and "recorded 0 B" in n for n in notes) for kind in actual)
+
+
+def test_a_program_whose_collectives_cannot_be_read_is_noted(saved, monkeypatch):
+    compile_ = validity.compile_in_process
+
+    def garbled(request):
+        result = compile_(request)
+        assert isinstance(result, CompileResult)
+        return dataclasses.replace(result, hlo_text="HloModule broken\n\nENTRY %e {\n  ???\n}\n")
+
+    monkeypatch.setattr(validity, "compile_in_process", garbled)
+    notes = autoshard.load_plan(saved, mlp, DEVICES).evidence.notes
+    assert any("could not be compared" in n for n in notes)
+
+
+def test_loading_measures_nothing(saved, tmp_path, monkeypatch):
+    """Neither a calibration nor a file in the user's home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("autoshard.calibrate.calibrate", None)
+    autoshard.load_plan(saved, mlp, DEVICES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fixed_leaves_knobs_and_a_named_mesh_come_back(quick, tmp_path):
+    mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2), ("data", "model"))
+    plan = quick(
+        lambda rate: mlp(rate),
+        mesh,
+        knobs={"rate": (0.1,)},
+        fix={"state['params']['w1']": jax.P("model"), "batch": "data"},
+    )
+    assert plan.state_shardings["params"]["w1"].spec == jax.P("model")
+    assert plan.batch_shardings["x"].spec == jax.P("data")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = autoshard.load_plan(path, lambda rate: mlp(rate), DEVICES)
+    assert loaded.knobs == {"rate": 0.1}
+    assert loaded.mesh.shape == plan.mesh.shape
+    assert loaded.lower().digest == plan.lower().digest
+    assert loaded.candidate == plan.candidate
+    loaded.save(path)
+    assert read_plan(path).candidate == plan.candidate

@@ -1,0 +1,231 @@
+"""The search space: what it holds, what it refuses and why."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from autoshard.driver import Subject
+from autoshard.errors import LayoutError, WorkloadError
+from autoshard.layout import Layout, rules
+from autoshard.program import trace
+from autoshard.space import Space, factorizations, mesh_shapes, read_fix
+from autoshard.strategy import baselines
+from autoshard.subjects import make_subject
+from autoshard.target import find_target
+from tests import programs
+from tests.analysed import analyse, judge, subject, target
+
+SMALL = ("custom_derivatives", "rnn", "odd_sizes", "indivisible_batch", "manual_region", "clip")
+
+
+def fixed(name: str, fix: dict[str, object]) -> Subject:
+    return make_subject(trace(programs.EVERY[name]()), target(), "free", fix)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 12, 64])
+def test_factorizations_are_all_of_them_once(count: int) -> None:
+    found = factorizations(count)
+    brute = {
+        sizes
+        for n in range(1, 4)
+        for sizes in itertools.product(range(2, count + 1), repeat=n)
+        if math.prod(sizes) == count
+    } or {()}
+    assert len(found) == len(set(found)) and set(found) == brute
+
+
+def test_meshes_of_plain_devices_have_descending_sizes() -> None:
+    assert mesh_shapes(8, (), ordered=False) == [
+        (("x", 8),),
+        (("x", 4), ("y", 2)),
+        (("x", 2), ("y", 2), ("z", 2)),
+    ]
+    ordered = mesh_shapes(8, ("data", "model"), ordered=True)
+    assert (("data", 2), ("model", 4)) in ordered and (("data", 4), ("model", 2)) in ordered
+
+
+@pytest.mark.parametrize("name", list(programs.EVERY))
+def test_samples_and_their_neighbours_belong_to_the_space(name: str) -> None:
+    space = subject(name).space
+    rng = random.Random(5)
+    start = space.sample(rng)
+    assert start is not None
+    for _ in range(3):
+        near = list(itertools.islice(space.neighbours(start), 25))
+        assert start not in near and len(set(near)) == len(near)
+        for candidate in near:
+            assert space.contains(candidate) is None
+            assert space.candidate(candidate.layout) == candidate  # canonical already
+        start = rng.choice(near) if near else start
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_enumeration_gives_members_only_each_once(name: str) -> None:
+    space = subject(name).space
+    found = list(itertools.islice(space.enumerate(), 400))
+    assert found and len(set(found)) == len(found)
+    assert all(space.contains(c) is None for c in found[:100])
+
+
+def test_a_small_space_is_enumerated_whole() -> None:
+    one_mesh = dataclasses.replace(subject("custom_derivatives").space, meshes=((("x", 8),),))
+    every = set(one_mesh.enumerate())
+    # batch: in or out; embed and mlp: in or out for compute and storage, not both at once where
+    # one tensor holds both; what the rules say twice is one candidate.
+    assert 2 < len(every) <= one_mesh.size()
+    rng = random.Random(0)
+    drawn = {c for c in (one_mesh.sample(rng) for _ in range(200)) if c}
+    assert drawn <= every
+    near = {n for c in drawn for n in one_mesh.neighbours(c) if len(n.layout.mesh) == 1}
+    assert near <= every
+
+
+def test_the_baselines_are_in_the_space() -> None:
+    for name in ("scanned_gpt", "with_constraints", "odd_sizes", "manual_region"):
+        space = subject(name).space
+        names = {b.name for b in baselines(space)}
+        assert {"replicated", "data parallel"} <= names
+        assert all(space.contains(b.candidate) is None for b in baselines(space))
+
+
+@pytest.mark.parametrize("name", ["scanned_gpt", "clip", "rnn"])
+def test_every_mesh_of_the_target_is_reached(name: str) -> None:
+    space = subject(name).space
+    rng = random.Random(0)
+    drawn = [c for c in (space.sample(rng) for _ in range(60)) if c]
+    assert {len(c.layout.mesh) for c in drawn} == {1, 2, 3}
+
+
+def refusal(space: Space, layout: Layout) -> str:
+    reason = space.contains(space.candidate(layout))
+    assert reason is not None
+    return reason
+
+
+def test_reasons() -> None:
+    space = subject("scanned_gpt").space
+    mesh = (("x", 8),)
+    loop = next(a.name for a in space.axes.axes if a.is_loop)
+    assert "4 devices" in refusal(space, Layout(mesh=(("x", 4),), compute=rules({"batch": "x"})))
+    assert "no logical axis 'nope'" in refusal(space, Layout(mesh=mesh, compute=rules({"nope": "x"})))
+    assert "loop axis" in refusal(space, Layout(mesh=mesh, storage=rules({loop: "x"})))
+    head_dim = next(a.name for a in space.axes.axes if a.size == 4)
+    assert "shards nothing" in refusal(space, Layout(mesh=mesh, storage=rules({head_dim: "x"})))
+    assert "no constraints" in refusal(space, Layout(mesh=mesh, as_written=True))
+    wrong_knobs = dataclasses.replace(
+        space.candidate(Layout(mesh=mesh)), knobs=(("remat", "full"),)
+    )
+    assert "knobs" in (space.contains(wrong_knobs) or "")
+
+
+def test_a_batch_that_no_mesh_axis_divides() -> None:
+    space = subject("indivisible_batch").space
+    spread = Layout(mesh=(("x", 8),), compute=rules({"batch": "x"}))
+    reason = refusal(space, spread)
+    assert "batch" in reason and "x" in reason
+    names = [b.name for b in baselines(space)]
+    assert "replicated" in names and "data parallel" not in names
+    rng = random.Random(0)
+    for _ in range(10):
+        drawn = space.sample(rng)
+        assert drawn is not None and "batch" not in dict(drawn.layout.compute)
+
+
+def test_awkward_sizes_do_not_kill_a_layout() -> None:
+    """197 tokens, 257 words, 6 heads."""
+    of = subject("odd_sizes")
+    names = {a.size: a.name for a in of.space.axes.axes}
+    layout = of.space.layout(
+        (("x", 2), ("y", 4)),
+        {"batch": ("x",), names[6]: ("y", "x"), names[32]: ("y",)},
+        {names[6]: ("x", "y"), names[32]: ("y",)},
+    )
+    assert of.space.contains(of.space.candidate(layout)) is None
+    estimate = judge(of, layout)
+    assert any("not divisible" in d for d in estimate.dropped)
+    # The tokens and the words are no axes a rule could name at all.
+    assert not {names[197], names[257]} & {a.name for a in of.space.shardable()}
+
+
+def test_the_sequence_can_be_sharded_though_the_batch_has_one_token_more() -> None:
+    of = subject("one_more_token")
+    sequence = next(a for a in of.space.axes.axes if a.size == 25)
+    assert sequence in of.space.shardable()
+    layout = of.space.layout((("x", 8),), {sequence.name: ("x",)}, {})
+    assert of.space.contains(of.space.candidate(layout)) is None
+    assert judge(of, layout).flops < judge(of, Layout(mesh=(("x", 8),))).flops / 2
+    assert any("25 is not divisible" in d for d in of.space.specs(layout).dropped)
+
+
+def test_fix_pins_an_axis_everywhere() -> None:
+    space = fixed("custom_derivatives", {"batch": "x"}).space
+    rng = random.Random(1)
+    drawn = [c for c in (space.sample(rng) for _ in range(20)) if c]
+    assert drawn
+    near = [n for c in drawn[:3] for n in space.neighbours(c)]
+    every = [b.candidate for b in baselines(space)]
+    assert every and near
+    for candidate in (*drawn, *near, *every):
+        assert dict(candidate.layout.compute)["batch"] == ("x",)
+        assert space.contains(candidate) is None
+    free = subject("custom_derivatives").space.candidate(Layout(mesh=(("x", 8),)))
+    assert "fixed" in (space.contains(free) or "")
+
+
+@pytest.mark.parametrize(
+    "value", [PartitionSpec(None, "x"), (None, "x"), [None, ("x",)]], ids=["spec", "tuple", "list"]
+)
+def test_fix_pins_a_leaf(value: object) -> None:
+    of = fixed("custom_derivatives", {"state['a']": value})
+    specs = of.space.specs(of.space.layout((("x", 8),), {"batch": ("x",)}, {}))
+    leaf = [x.path for x in of.analysis.program.inputs].index("state['a']")
+    assert specs.inputs[leaf] == specs.outputs[leaf] == ((), ("x",))
+
+
+def test_fix_that_names_nothing_is_refused() -> None:
+    analysis = subject("custom_derivatives").analysis
+    with pytest.raises(LayoutError, match="nope.*batch"):
+        read_fix({"nope": "x"}, analysis.program, analysis.axes)
+    with pytest.raises(LayoutError, match="3 dimensions"):
+        read_fix({"state['a']": ("x", None, None)}, analysis.program, analysis.axes)
+
+
+def test_a_fixed_leaf_that_the_mesh_cannot_hold_is_refused() -> None:
+    of = fixed("custom_derivatives", {"state['a']": (None, "y")})
+    flat = of.space.candidate(of.space.layout((("x", 8),), {"batch": ("x",)}, {}))
+    assert of.space.contains(flat) is not None
+    with pytest.raises(LayoutError, match=r"state\['head'\]\[1\] of 257"):
+        fixed("odd_sizes", {"state['head']": (None, "x")})
+
+
+def test_a_step_with_a_manual_region_keeps_its_mesh() -> None:
+    space = subject("manual_region").space
+    assert space.meshes == ((("data", 8),),)
+    other = Layout(mesh=(("x", 8),), compute=rules({"batch": "x"}))
+    reason = refusal(space, other)
+    assert "data" in reason and "tests/programs.py:" in reason
+    four = find_target(jax.devices()[:4])
+    with pytest.raises(WorkloadError, match=r"unsupported.*programs\.py"):
+        make_subject(trace(programs.manual_region()), four, "free", None)
+
+
+def test_kept_constraints_keep_their_mesh() -> None:
+    space = analyse(programs.with_constraints(), keep_constraints=True).space
+    assert space.meshes == ((("data", 4), ("model", 2)),)
+    drawn = space.sample(random.Random(0))
+    assert drawn is not None and drawn.layout.mesh == space.meshes[0]
+    assert space.written is None
+
+
+def test_one_device_has_one_layout() -> None:
+    alone = make_subject(
+        trace(programs.custom_derivatives()), find_target(jax.devices()[:1]), "free", None
+    )
+    assert [c.layout.mesh for c in alone.space.enumerate()] == [()]
+    assert [b.name for b in baselines(alone.space)] == ["replicated"]
+    assert alone.space.sample(random.Random(0)) is not None
