@@ -91,6 +91,7 @@ class Journal:
         self.path = pathlib.Path(path) if path is not None else None
         self.dropped = ""
         self._outcomes: dict[str, Outcome] = {}
+        self._notes: dict[str, dict[str, object]] = {}
         self._starts: dict[str, int] = {}
         self._file: IO[str] | None = None
         if self.path is not None:
@@ -141,6 +142,9 @@ class Journal:
                     self._starts[record["key"]] = self._starts.get(record["key"], 0) + 1
                 elif record["record"] == "outcome":
                     self._outcomes[record["key"]] = outcome_from_json(record["outcome"])
+                    self._notes[record["key"]] = {
+                        k: v for k, v in record.items() if k not in ("record", "key", "outcome")
+                    }
                 else:
                     raise JournalError(f"unknown record {record['record']!r}")
             except (JournalError, KeyError, TypeError, AttributeError) as error:
@@ -186,6 +190,10 @@ class Journal:
         """The outcome recorded under a key."""
         return self._outcomes.get(key)
 
+    def note(self, key: str) -> dict[str, object]:
+        """What the outcome's line says beside it; {} if there is none."""
+        return self._notes.get(key, {})
+
     def attempts(self, key: str) -> int:
         """How often work under a key was started, this time included."""
         return self._starts.get(key, 0)
@@ -198,7 +206,7 @@ class Journal:
 
     def add(self, key: str, outcome: Outcome, note: dict[str, object], sync: bool = True) -> None:
         """Records an outcome. With `sync=False` it may be lost to a power cut until `sync()`."""
-        self._outcomes[key] = outcome
+        self._outcomes[key], self._notes[key] = outcome, note
         self._write({"record": "outcome", "key": key, **note, "outcome": outcome_to_json(outcome)})
         if sync:
             self.sync()
@@ -208,7 +216,7 @@ class Journal:
     def add_all(self, records: Sequence[tuple[str, Outcome, dict[str, object]]]) -> None:
         """Records outcomes that belong together, in one write: all are kept, or hardly any."""
         for key, outcome, note in records:
-            self._outcomes[key] = outcome
+            self._outcomes[key], self._notes[key] = outcome, note
             self._write(
                 {"record": "outcome", "key": key, **note, "outcome": outcome_to_json(outcome)}
             )

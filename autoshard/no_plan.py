@@ -10,6 +10,8 @@ from autoshard.trial import Estimate, Failure, Kind, Rung, Trial
 
 def why_no_plan(found: Found, subjects: Sequence[Subject], target: Target, limit_bytes: int) -> str:
     """The message of the error: how far the closest candidate is, what would make it fit."""
+    if not found.trials and found.ended == "interrupted":
+        return "interrupted before a layout was judged"
     if not found.trials:
         return "there is no layout to judge: fix, mesh_shape and divisibility leave none"
     failures = [t.profiled for t in found.trials if isinstance(t.profiled, Failure)]

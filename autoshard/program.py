@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any  # the user's own pytrees have no narrower type
 
 import jax
@@ -158,7 +158,7 @@ def trace(
         plain=stripped,
         written=closed if shardings else None,
         written_meshes=meshes,
-        manual=tuple(manual),
+        manual=_lines(manual),
         pinned_mesh=pinned_mesh,
         pins=pins,
         state=state,
@@ -202,7 +202,7 @@ def trace_function(
         plain=stripped,
         written=None,
         written_meshes=(),
-        manual=tuple(manual),
+        manual=_lines(manual),
         pinned_mesh=pinned_mesh,
         pins=pins,
         returns_state=False,
@@ -303,12 +303,20 @@ def _meshes(meshes: Iterable[jaxprs.AnyMesh]) -> tuple[tuple[tuple[str, int], ..
     return tuple(dict.fromkeys(s for s in shapes if s))
 
 
+Regions = list[tuple[str, jaxprs.AnyMesh]]
+"""Manual regions: source line and mesh of each."""
+
+
+def _lines(manual: Regions) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(line for line, _ in manual))
+
+
 def _pinned(
-    manual: Mapping[str, jaxprs.AnyMesh], kept: tuple[tuple[tuple[str, int], ...], ...]
+    manual: Regions, kept: tuple[tuple[tuple[str, int], ...], ...]
 ) -> tuple[tuple[tuple[str, int], ...] | None, tuple[str, ...]]:
     """The mesh that a step names itself, and where."""
-    found = tuple(dict.fromkeys((*_meshes(manual.values()), *kept)))
-    pins = (*manual, *(("its sharding constraints",) if kept else ()))
+    found = tuple(dict.fromkeys((*_meshes(mesh for _, mesh in manual), *kept)))
+    pins = (*_lines(manual), *(("its sharding constraints",) if kept else ()))
     if len(found) > 1:
         raise WorkloadError(
             f"step names the axes of several meshes: {', '.join(str(dict(m)) for m in found)}, at"
@@ -319,10 +327,10 @@ def _pinned(
 
 def _strip(
     closed: jaxprs.ClosedJaxpr,
-) -> tuple[jaxprs.ClosedJaxpr, list[object], dict[str, jaxprs.AnyMesh]]:
+) -> tuple[jaxprs.ClosedJaxpr, list[object], Regions]:
     """Takes the user's constraints out; returns their shardings too, and manual regions' meshes."""
     shardings: list[object] = []
-    manual: dict[str, jaxprs.AnyMesh] = {}
+    manual: Regions = []
     memo: dict[int, jaxprs.Jaxpr] = {}
     closed_memo: dict[int, jaxprs.ClosedJaxpr] = {}
 
@@ -338,7 +346,7 @@ def _strip(
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name == "shard_map":
-                manual[jaxprs.source_line(eqn) or "shard_map"] = eqn.params["mesh"]
+                manual.append((jaxprs.source_line(eqn) or "shard_map", eqn.params["mesh"]))
             if name == "sharding_constraint":
                 shardings.append(eqn.params.get("sharding"))
                 alias[eqn.outvars[0]] = read(eqn.invars[0])

@@ -145,6 +145,8 @@ class Space:
                 f"the step names the mesh axes of {dict(own)} itself, at"
                 f" {', '.join(self.program.pins[:3])}: no other mesh can run it"
             )
+        if len(self.meshes) == 1 and layout.mesh != self.meshes[0]:
+            return f"the mesh is fixed to {dict(self.meshes[0])}"
         known = {a.name: a for a in self.axes.axes}
         for axis, to in (*layout.compute, *layout.storage):
             if axis not in known:

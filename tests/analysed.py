@@ -38,6 +38,9 @@ CONSTANTS = Constants(
 )
 COST = CostModel(CONSTANTS)
 
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compile options: the values count here, not the speed."""
+
 
 @functools.cache
 def target() -> Target:
@@ -94,7 +97,8 @@ def run(of: Subject, layout: Layout) -> list[np.ndarray]:
         jax.device_put(x, s)
         for x, s in zip(arguments(of), lowering.shardings(mesh, specs.inputs), strict=True)
     ]
-    return programs.flat_values(step(*placed))
+    compiled = step.lower(*lowering.shapes(of.analysis.program.inputs)).compile(QUICK)
+    return programs.flat_values(compiled(*placed))
 
 
 def run_plain(of: Subject) -> list[np.ndarray]:
@@ -104,7 +108,7 @@ def run_plain(of: Subject) -> list[np.ndarray]:
     count = len(of.analysis.program.state)
     state = jax.tree.unflatten(of.analysis.program.state_tree, flat[:count])
     batch = jax.tree.unflatten(of.analysis.program.batch_tree, flat[count:])
-    return programs.flat_values(jax.jit(workload.step)(state, batch))
+    return programs.flat_values(jax.jit(workload.step).lower(state, batch).compile(QUICK)(state, batch))
 
 
 def worst_error(of: Subject, got: list[np.ndarray], want: list[np.ndarray]) -> float:

@@ -84,6 +84,7 @@ def test_records_are_found_again_by_key(tmp_path):
     written(path)
     journal = Journal(path)
     assert [journal.find(k) for k in "abc"] == list(OUTCOMES)
+    assert journal.note("a") == {"rung": "x"} and journal.note("d") == {}
     assert journal.find("d") is None
     assert len(journal) == 3 and journal.dropped == ""
     assert journal.attempts("a") == 1 and journal.attempts("d") == 0

@@ -12,7 +12,7 @@ from autoshard.program import sample_batch
 from autoshard.rungs import profile
 from autoshard.rungs.bench import Bench, Benches
 from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.race import RaceSettings, ranking_of
+from autoshard.rungs.race import RaceSettings
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Outcome, Stage
 
 _BATCHES = 2
@@ -81,7 +81,7 @@ class Measuring:
         for group in groups.values():
             raced = {i: f for i in group if isinstance(f := found[i], Measurement)}
             if len(raced) == len(group):
-                ranked += self._replayed(raced, first_round)
+                ranked += self._replayed(raced, keys)
             else:
                 ranked += self._race(bench, group, wave, rounds, first_round, share, keys)
         if len(groups) > 1:
@@ -99,6 +99,8 @@ class Measuring:
         keys: dict[int, str],
     ) -> list[int]:
         ledger = self._ledger
+        if ledger.late(1.0):
+            return []
         program = ledger.subject_of(ledger.rows[group[0]]).analysis.program
         bench.set_inputs(
             lower_init(program, ledger.target),
@@ -162,23 +164,22 @@ class Measuring:
             row = ledger.rows[names[name]]
             row.profiled = _joined(row.profiled, outcome, first_round)
             note = {"wave": wave, **ledger.note("profile", row)}
+            if name in judged.ranking:
+                note["place"] = judged.ranking.index(name)
             records.append((keys[names[name]], row.profiled, note))
         ledger.journal.add_all(records)
         return [names[n] for n in judged.ranking]
 
-    def _replayed(self, raced: dict[int, Measurement], first_round: int) -> list[int]:
+    def _replayed(self, raced: dict[int, Measurement], keys: dict[int, str]) -> list[int]:
         """Takes over a race that the journal holds; returns its ranking."""
-        runners = []
         for i, measured in raced.items():
             self._ledger.rows[i].profiled = measured
-            here = [
-                (s, r - first_round)
-                for s, r in zip(measured.samples_s, measured.rounds, strict=True)
-                if r >= first_round
-            ]
-            runners.append((self._name(i), tuple(s for s, _ in here), tuple(r for _, r in here)))
-        names = {self._name(i): i for i in raced}
-        return [names[n] for n in ranking_of(runners)]
+
+        def place(i: int) -> tuple[float, float]:
+            place = self._ledger.journal.note(keys[i]).get("place")
+            return (place if isinstance(place, int) else float("inf"), self._ledger.time_of(i))
+
+        return sorted(raced, key=place)
 
     def _name(self, index: int) -> str:
         return f"{self._ledger.rows[index].baseline or 'candidate'} {index}"

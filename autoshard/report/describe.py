@@ -10,7 +10,7 @@ from autoshard.report.words import (
     seconds,
     traffic_in_words,
 )
-from autoshard.trial import Estimate, Measurement, Trial, paired_ratio
+from autoshard.trial import Estimate, Measurement, Stage, Trial, paired_ratio
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -95,7 +95,7 @@ def _shown(trials: tuple[Trial, ...], ranking: tuple[int, ...]) -> list[Trial]:
         if trial.baseline and trial.baseline not in names:
             names.add(trial.baseline)
             chosen.append(trial)
-        elif trial.failure is not None and trial.compiled is not None and not trial.baseline:
+        elif trial.failure is not None and trial.failure.stage is not Stage.PROPAGATE:
             chosen.append(trial)
     return chosen
 

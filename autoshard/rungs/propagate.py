@@ -9,6 +9,7 @@ import numpy as np
 from autoshard.analysis import Analysis
 from autoshard.compat import shardy
 from autoshard.cost import CostModel
+from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout, Spec
 from autoshard.program import Leaf
@@ -35,8 +36,12 @@ class Propagator:
         start = time.perf_counter()
         try:
             specs = space.specs(layout)
+            pinned = self._analysis.program.pinned_mesh
+            if pinned is not None and specs.mesh != pinned:
+                # Shardy would end the process: the module names axes this mesh does not have.
+                raise LayoutError(f"the step runs on the mesh {dict(pinned)} only")
             return self._estimate(specs, cost, start)
-        except (RuntimeError, ValueError) as error:  # MLIR raises both
+        except (RuntimeError, ValueError, LayoutError) as error:  # MLIR raises the first two
             return Failure(
                 stage=Stage.PROPAGATE,
                 kind=Kind.UNSUPPORTED,

@@ -334,23 +334,6 @@ def _standing(lanes: Sequence[_Lane]) -> Callable[[_Lane], tuple[float, str]]:
     return key
 
 
-def ranking_of(
-    runners: Sequence[tuple[str, tuple[float, ...], tuple[int, ...]]],
-) -> tuple[str, ...]:
-    """The ranking of a race from what it recorded of each runner: name, samples, their rounds.
-
-    Who has no sample of the last round had left by then.
-    """
-    last = max((r for _, _, rounds in runners for r in rounds), default=0)
-    return _ranking(
-        [
-            _Lane(n, list(samples), list(rounds), None if last in rounds else max(rounds))
-            for n, samples, rounds in runners
-            if rounds
-        ]
-    )
-
-
 def _ranking(lanes: Sequence[_Lane]) -> tuple[str, ...]:
     alive = [lane for lane in lanes if lane.dropped is None and lane.samples_s]
     slower = [lane for lane in lanes if lane.dropped is not None and lane.failure is None]

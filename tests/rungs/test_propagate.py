@@ -2,6 +2,7 @@
 
 import random
 
+import jax
 import pytest
 
 from autoshard.layout import Layout, rules
@@ -75,11 +76,7 @@ def test_a_square_and_an_erf_keep_their_sharding() -> None:
 
     def loss(params, x):
         h = (x @ params["up"]) ** 2
-        return ((_erf(h) @ params["down"]) ** 2).mean()
-
-    import jax
-
-    _erf = jax.lax.erf
+        return ((jax.lax.erf(h) @ params["down"]) ** 2).mean()
 
     def init():
         return {"up": programs.normal(0, EMBED, MLP), "down": programs.normal(1, MLP, EMBED)}
@@ -125,6 +122,9 @@ def test_a_layout_that_is_not_of_the_space_is_a_failure_not_an_exception() -> No
         of.space, Layout(mesh=(("x", 8),), as_written=True), COST
     )
     assert isinstance(outcome, Failure) and outcome.kind is Kind.UNSUPPORTED
+    of = subject("manual_region")
+    outcome = propagator(of.analysis).judge(of.space, Layout(mesh=(("x", 8),)), COST)
+    assert isinstance(outcome, Failure) and "data" in outcome.message
 
 
 def test_judging_leaves_the_base_module_alone() -> None:

@@ -1,0 +1,386 @@
+"""Searches from end to end: what is promised of the result, of budgets, interrupts and crashes."""
+
+import concurrent.futures
+import dataclasses
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.driver import compiling, ledger
+from autoshard.lowering import lower_step
+from autoshard.program import trace
+from autoshard.rungs.worker import worker_here
+from autoshard.subjects import make_subject
+from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
+from tests import workloads
+from tests.workloads import lines, mlp, write_lines
+
+DEVICES = jax.devices()
+BASELINES = {"replicated", "data parallel", "FSDP", "tensor parallel", "FSDP x TP", "data x TP"}
+
+
+def until(searched, tmp_path, wanted):
+    """The fixture's journal up to the first line that `wanted` is true of."""
+    records = lines(searched.journal)
+    end = next(i for i, r in enumerate(records) if wanted(r))
+    return write_lines(tmp_path / "journal.jsonl", records[:end])
+
+
+def interrupting(stage, text=""):
+    """A callback that presses Ctrl-C once at a stage, and keeps what it is told."""
+    told = []
+
+    def callback(event):
+        told.append(event)
+        pressed = sum(e.stage is stage and text in e.text for e in told)
+        if event.stage is stage and text in event.text and pressed == 1:
+            raise KeyboardInterrupt
+
+    return callback, told
+
+
+def test_the_winner_is_the_best_measured_and_the_ranking_holds_only_what_fits(searched):
+    evidence = searched.plan.evidence
+    ranked = [evidence.trials[i] for i in evidence.ranking]
+    assert len(ranked) == len(set(evidence.ranking)) >= 4
+    for trial in ranked:
+        assert isinstance(trial.profiled, Measurement)
+        assert trial.compiled.peak_memory_bytes <= evidence.memory_limit_bytes
+        assert trial.profiled.numerics == "exact"
+    measured = [t.profiled.median_s for t in ranked]
+    assert measured[0] <= 1.5 * min(measured)
+    assert {t.baseline for t in evidence.trials} >= BASELINES
+    assert ranked[0].profiled.devices, "the winner was traced"
+    assert evidence.notes == (), "the batch is real: nothing to note"
+
+
+def test_the_callbacks_hear_of_every_stage(searched):
+    stages = [e.stage for e in searched.events]
+    assert list(dict.fromkeys(stages)) == [Stage.PROPAGATE, Stage.COMPILE, Stage.PROFILE]
+    assert all(0 <= e.done <= max(e.total, e.done) and e.text for e in searched.events)
+    assert searched.events[0].best_s is None and searched.events[-1].best_s > 0
+
+
+def test_without_measuring_the_best_estimate_wins(quick, searched):
+    plan = quick()
+    evidence = plan.evidence
+    assert plan.trial.profiled is None and evidence.ended == "finished"
+    compiled = [t for t in evidence.trials if isinstance(t.compiled, Estimate)]
+    assert len(compiled) == workloads.UNMEASURED.compiles
+    assert plan.trial.compiled.time_s == min(t.compiled.time_s for t in compiled)
+    state, metrics = plan.step(plan.init(), plan.put(workloads.batch_of(0)))
+    assert jnp.isfinite(metrics["loss"])
+    asked = [t.candidate for t in evidence.trials]
+    assert len(set(asked)) == len(asked) == workloads.UNMEASURED.candidates
+    assert asked == [t.candidate for t in searched.plan.evidence.trials], "same seed, same asks"
+
+
+def test_the_baselines_are_judged_beyond_the_budget(quick):
+    plan = quick(budget=autoshard.Budget(candidates=1, compiles=1, profiles=0))
+    names = {t.baseline for t in plan.evidence.trials}
+    assert names >= BASELINES and "" not in names
+
+
+def test_a_tiny_limit_of_seconds_still_gives_a_plan_and_says_so(quick):
+    plan = quick(budget=dataclasses.replace(workloads.MEASURED, seconds=1e-3, candidates=600))
+    assert plan.evidence.ended == "out of time"
+    assert sum(t.compiled is not None for t in plan.evidence.trials) == 1
+    assert plan.trial.profiled is None, "there was no time to measure"
+    assert "(out of time)" in str(plan)
+    assert {t.baseline for t in plan.evidence.trials} == BASELINES
+
+
+@pytest.mark.parametrize(
+    ("stage", "text"), [(Stage.PROPAGATE, "propagating"), (Stage.COMPILE, "compiling")]
+)
+def test_ctrl_c_before_measuring_gives_the_best_so_far(quick, stage, text):
+    callback, told = interrupting(stage, text)
+    plan = quick(budget=workloads.MEASURED, callbacks=(callback,))
+    assert plan.evidence.ended == "interrupted" and "(interrupted)" in str(plan)
+    assert any("interrupted" in e.text for e in told)
+    assert isinstance(plan.trial.compiled, Estimate) and plan.trial.profiled is None
+    plan.step(plan.init(), plan.put(workloads.batch_of(0)))
+
+
+def test_ctrl_c_before_anything_was_judged(quick):
+    callback, _ = interrupting(Stage.PROPAGATE)
+    with pytest.raises(autoshard.NoPlanError, match="interrupted before a layout was judged"):
+        quick(callbacks=(callback,))
+
+
+def test_ctrl_c_at_every_event_from_some_moment_on_still_gives_a_plan(searched, tmp_path):
+    """Someone who keeps the key down while compiled candidates are there."""
+    journal = until(searched, tmp_path, lambda r: r.get("rung") == "profile")
+
+    def callback(event):
+        if event.stage is Stage.PROFILE:
+            raise KeyboardInterrupt
+
+    plan = autoshard.search(
+        mlp,
+        DEVICES,
+        budget=workloads.MEASURED,
+        journal=journal,
+        calibration=searched.calibration,
+        callbacks=(callback,),
+    )
+    assert plan.evidence.ended == "interrupted"
+
+
+def test_ctrl_c_in_the_second_race_keeps_the_first(searched, tmp_path):
+    journal = until(searched, tmp_path, lambda r: r.get("wave") == "final")
+    callback, _ = interrupting(Stage.PROFILE)
+    plan = autoshard.search(
+        mlp,
+        DEVICES,
+        budget=workloads.MEASURED,
+        journal=journal,
+        calibration=searched.calibration,
+        callbacks=(callback,),
+    )
+    assert plan.evidence.ended == "interrupted"
+    assert isinstance(plan.trial.profiled, Measurement)
+    assert plan.trial.profiled.numerics == "exact"
+
+
+def test_a_crash_and_a_hang_of_the_compiler_cost_one_candidate_each(quick, monkeypatch):
+    """The first program aborts its worker, the second makes it hang until the limit kills it."""
+    calls = []
+
+    def unlucky(request):
+        calls.append(request)
+        worker = worker_here(request.settings)
+        if len(calls) == 1:
+            return worker.call(os.abort, stage=Stage.COMPILE, time_limit_s=60)
+        if len(calls) == 2:
+            return worker.call(time.sleep, 600, stage=Stage.COMPILE, time_limit_s=0.5)
+        return compiling_job(request)
+
+    compiling_job = compiling.compile_in_process
+    monkeypatch.setattr(compiling, "compile_in_process", unlucky)
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        plan = quick(
+            executor=executor, budget=autoshard.Budget(candidates=24, compiles=4, profiles=0)
+        )
+    failures = [t.failure for t in plan.evidence.trials if isinstance(t.compiled, Failure)]
+    assert sorted(f.kind for f in failures) == [Kind.CRASH, Kind.TIMEOUT]
+    assert all(f.stage is Stage.COMPILE and f.elapsed_s > 0 for f in failures)
+    assert any("SIGABRT" in f.message for f in failures)
+    assert sum(isinstance(t.compiled, Estimate) for t in plan.evidence.trials) == 2
+    assert "failed in compile: timeout" in str(plan) and "failed in compile: crash" in str(plan)
+
+
+class Broken(concurrent.futures.Executor):
+    """Loses the first two jobs it is given, one when submitted, one later."""
+
+    def __init__(self):
+        self.jobs = 0
+        self.inner = concurrent.futures.ThreadPoolExecutor(1)
+
+    def submit(self, fn, /, *args, **kwargs):
+        self.jobs += 1
+        if self.jobs == 1:
+            raise concurrent.futures.BrokenExecutor("the cluster is away")
+        if self.jobs == 2:
+            lost = concurrent.futures.Future()
+            lost.set_exception(ConnectionError("the node is gone"))
+            return lost
+        return self.inner.submit(fn, *args, **kwargs)
+
+
+def test_a_broken_executor_costs_candidates_and_is_not_held_against_them(quick, tmp_path):
+    journal = tmp_path / "journal.jsonl"
+    executor = Broken()
+    plan = quick(
+        executor=executor,
+        journal=journal,
+        budget=autoshard.Budget(candidates=24, compiles=3, profiles=0),
+    )
+    executor.inner.shutdown()
+    messages = sorted(t.failure.message for t in plan.evidence.trials if t.failure)
+    assert messages == [
+        "BrokenExecutor: the cluster is away",
+        "ConnectionError: the node is gone",
+    ]
+    compiled = [r for r in lines(journal) if r.get("rung") == "compile" and "outcome" in r]
+    assert len(compiled) == 1, "what an executor lost may be tried again"
+
+
+def test_an_executor_that_does_nothing_any_more(quick):
+    executor = concurrent.futures.ThreadPoolExecutor(1)
+    executor.shutdown()
+    with pytest.raises(autoshard.NoPlanError, match="crash.*cannot schedule new futures"):
+        quick(executor=executor)
+
+
+def test_a_recorded_timeout_is_tried_again_with_more_time_only(quick, tmp_path, monkeypatch):
+    journal = tmp_path / "journal.jsonl"
+    calls = []
+
+    def slow(request):
+        calls.append(request)
+        failure = Failure(
+            stage=Stage.COMPILE, kind=Kind.TIMEOUT, message="slow", elapsed_s=request.time_limit_s
+        )
+        return failure if request.time_limit_s < 100 else compile_(request)
+
+    compile_ = compiling.compile_in_process
+    monkeypatch.setattr(compiling, "compile_in_process", slow)
+    budget = autoshard.Budget(candidates=10, compiles=1, profiles=0, compile_seconds=10)
+    with pytest.raises(autoshard.NoPlanError, match="timeout"):
+        quick(journal=journal, budget=budget)
+    first = len(calls)
+    with pytest.raises(autoshard.NoPlanError):
+        quick(journal=journal, budget=budget)
+    assert len(calls) == first
+    quick(journal=journal, budget=dataclasses.replace(budget, compile_seconds=200))
+    assert len(calls) > first
+
+
+def test_a_candidate_that_computes_something_else_never_becomes_the_plan(
+    searched, tmp_path, monkeypatch
+):
+    """The fixture's winner, and what it is judged by, is made to learn at another rate."""
+    journal = until(searched, tmp_path, lambda r: r.get("rung") == "profile")
+    target = searched.plan.target
+    wrong = make_subject(trace(mlp(rate=0.101)), target, "free", None)
+    winner = searched.plan.specs.key()
+
+    def lower(analysis, specs, target):
+        return lower_step(wrong.analysis if specs.key() == winner else analysis, specs, target)
+
+    monkeypatch.setattr(ledger, "lower_step", lower)
+    plan = autoshard.search(
+        mlp,
+        DEVICES,
+        budget=dataclasses.replace(workloads.MEASURED, profiles=4),
+        journal=journal,
+        calibration=searched.calibration,
+    )
+    assert plan.candidate != searched.plan.candidate
+    (bad,) = (t for t in plan.evidence.trials if t.candidate == searched.plan.candidate)
+    assert bad.profiled.kind is Kind.NUMERICS and "['w" in bad.profiled.message
+    assert all(plan.evidence.trials[i].candidate != bad.candidate for i in plan.evidence.ranking)
+    assert plan.trial.profiled.numerics == "exact"
+    assert "failed in profile: numerics" in str(plan)
+
+
+def test_one_device_has_nothing_to_shard_and_still_knobs_to_search(quick):
+    plan = quick(
+        lambda rate: mlp(rate),
+        DEVICES[:1],
+        knobs={"rate": (0.1, 0.2)},
+        budget=autoshard.Budget(candidates=4, compiles=2, profiles=0),
+    )
+    assert plan.layout.mesh == () and plan.knobs["rate"] in (0.1, 0.2)
+    assert {dict(t.candidate.knobs)["rate"] for t in plan.evidence.trials} == {0.1, 0.2}
+    state, metrics = plan.step(plan.init(), plan.put(workloads.batch_of(0)))
+    assert jnp.isfinite(metrics["loss"])
+    assert plan.jit(lambda s, b: b["x"].sum())(state, workloads.batch_of(1, 8)).shape == ()
+    assert "nothing is sharded" in str(plan)
+
+
+def test_a_mesh_of_explicit_axes_gives_its_devices_and_names(quick):
+    explicit = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(explicit, explicit))
+    plan = quick(mesh=mesh)
+    assert set(plan.mesh.axis_names) <= {"data", "model", "z", "x", "y"}
+    assert list(plan.mesh.devices.flat) == list(mesh.devices.flat)
+    first = plan.evidence.trials[0].candidate.layout
+    assert first.mesh[0][0] == "data"
+
+
+def test_a_fixed_mesh_keeps_its_shape_and_order(quick):
+    mesh = jax.sharding.Mesh(np.array(DEVICES)[::-1].reshape(2, 4), ("a", "b"))
+    plan = quick(mesh=mesh, mesh_shape="fixed")
+    assert plan.mesh.devices.tolist() == mesh.devices.tolist()
+    assert {t.candidate.layout.mesh for t in plan.evidence.trials} == {(("a", 2), ("b", 4))}
+    with pytest.raises(autoshard.WorkloadError, match='"free" or "fixed"'):
+        quick(mesh=mesh, mesh_shape="loose")
+
+
+def test_fix_pins_an_axis_and_a_leaf_in_every_candidate(quick):
+    mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2), ("data", "model"))
+    fix = {"batch": "data", "['params']['w1']": jax.P(None, "model")}
+    plan = quick(mesh=mesh, fix=fix)
+    assert plan.batch_shardings["x"].spec == jax.P("data")
+    assert plan.state_shardings["params"]["w1"].spec == jax.P(None, "model")
+    assert plan.fixed_leaves == (("state['params']['w1']", ((), ("model",))),)
+    for trial in plan.evidence.trials:
+        assert dict(trial.candidate.layout.compute)["batch"] == ("data",)
+        assert "model" in dict(trial.candidate.layout.mesh)
+    both = quick(mesh=mesh, fix={"batch": ("data", "model")})
+    assert both.batch_shardings["x"].spec == jax.P(("data", "model"))
+
+
+def constrained(mesh):
+    def model_fn():
+        def step(state, batch):
+            def loss(w):
+                b = jax.lax.with_sharding_constraint(batch, jax.NamedSharding(mesh, jax.P("data")))
+                h = jax.lax.with_sharding_constraint(
+                    jnp.tanh(b @ w["a"]), jax.NamedSharding(mesh, jax.P("data", "model"))
+                )
+                return jnp.mean((h @ w["b"]) ** 2)
+
+            value, grads = jax.value_and_grad(loss)(state)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
+
+        return autoshard.Workload(
+            step=step,
+            init=lambda: {"a": jnp.ones((64, 128)) * 0.01, "b": jnp.ones((128, 64)) * 0.02},
+            batch=jax.ShapeDtypeStruct((32, 64), jnp.float32),
+        )
+
+    return model_fn
+
+
+def test_the_users_own_constraints_are_a_baseline_or_kept(quick, tmp_path):
+    mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2), ("data", "model"))
+    model_fn = constrained(mesh)
+    plan = quick(model_fn, mesh)
+    written = [t for t in plan.evidence.trials if t.candidate.layout.as_written]
+    assert [t.baseline for t in written] == ["as written"]
+    assert isinstance(written[0].propagated, Estimate)
+    kept = quick(model_fn, mesh, keep_constraints=True)
+    assert kept.keep_constraints and not plan.keep_constraints
+    assert not any(t.candidate.layout.as_written for t in kept.evidence.trials)
+    assert {t.candidate.layout.mesh for t in kept.evidence.trials} == {(("data", 4), ("model", 2))}
+    path = tmp_path / "kept.json"
+    kept.save(path)
+    loaded = autoshard.load_plan(path, model_fn, mesh)
+    assert loaded.keep_constraints and loaded.lower().digest == kept.lower().digest
+    batch = np.ones((32, 64), np.float32)
+    losses = [p.step(p.init(), p.put(batch))[1]["loss"] for p in (plan, kept)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+def test_knobs_are_searched_together_and_the_failing_are_noted(quick):
+    def model_fn(remat, wide=True):
+        if remat == "odd":
+            raise RuntimeError("remat='odd' is not implemented\nat all")
+        return mlp(0.1 if wide else 0.2)
+
+    plan = quick(model_fn, knobs={"remat": ("none", "odd"), "wide": (True, False)})
+    assert plan.knobs["remat"] == "none"
+    tried = {t.candidate.knobs for t in plan.evidence.trials}
+    assert tried == {
+        (("remat", "none"), ("wide", True)),
+        (("remat", "none"), ("wide", False)),
+    }
+    notes = [n for n in plan.evidence.notes if "cannot be traced" in n]
+    assert len(notes) == 2
+    assert notes[0].startswith("knobs {'remat': 'odd', 'wide': True} cannot be traced: remat='odd'")
+    assert all("\n" not in n for n in notes)
+
+
+def test_a_measured_search_of_synthetic_batches_says_so(quick):
+    plan = quick(lambda: dataclasses.replace(mlp(), sample=None))
+    assert plan.evidence.notes == (
+        "measured with synthetic batches: floats normal, integers 0 or 1",
+    )

@@ -1,0 +1,118 @@
+"""Imports go one way, and unstable parts of JAX are used in one place."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "autoshard"
+
+LAYERS = (
+    {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"},
+    {"program", "target", "journal", "hlo"},
+    {"flow", "sites", "axes", "kernels", "analysis", "specs", "written", "space", "lowering"}
+    | {"cost", "calibrate"},
+    {"rungs", "strategy", "promote"},
+    {"driver"},
+    {"subjects", "plan", "plan_file", "validity", "evaluation", "report", "no_plan"},
+    {"api"},
+)
+"""A part imports parts of its own layer or of earlier ones."""
+
+NEVER = {
+    ("strategy", "rungs"),
+    ("rungs", "strategy"),
+    ("driver", "plan"),
+    ("report", "driver"),
+    ("report", "rungs"),
+    ("hlo", "target"),
+}
+"""Within what the layers allow: pairs (importer, imported) that stay apart."""
+
+UNSTABLE = ("jax._src", "jaxlib", "jax.extend", "jax.experimental", "jax.interpreters")
+OWN = {"jax", "numpy", "scipy", "autoshard"}
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """Full names of what a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def part(name: str) -> str | None:
+    """`autoshard.rungs.worker` -> `rungs`; None for what is no part of autoshard."""
+    words = name.split(".")
+    return words[1] if words[0] == "autoshard" and len(words) > 1 else None
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+every_file = pytest.mark.parametrize(
+    "path", FILES, ids=[str(p.relative_to(PACKAGE)) for p in FILES]
+)
+
+
+def own_part(path: pathlib.Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {own_part(p) for p in FILES} - {"__init__", "integrations"}
+    assert parts == set().union(*LAYERS)
+
+
+@every_file
+def test_imports_go_one_way(path: pathlib.Path) -> None:
+    rank = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+    me = own_part(path)
+    if me == "__init__":
+        return
+    for name in imports(path):
+        other = part(name)
+        if other is None or other == me or other not in rank:
+            continue
+        if me == "integrations":  # makes workloads, and knows nothing else
+            assert other in ("workload", "errors"), f"{path} imports {name}"
+            continue
+        assert rank[other] <= rank[me], f"{path} imports {name}"
+        assert (me, other) not in NEVER, f"{path} imports {name}"
+
+
+@every_file
+def test_unstable_names_are_used_in_compat_only(path: pathlib.Path) -> None:
+    if own_part(path) == "compat":
+        return
+    for name in imports(path):
+        assert not any(name == u or name.startswith(u + ".") for u in UNSTABLE), f"{path}: {name}"
+    text = path.read_text()
+    for unstable in ("jax._src", "jax.extend", "jax.experimental", "jax.interpreters"):
+        assert f"{unstable}." not in text, f"{path} reaches into {unstable}"
+
+
+@every_file
+def test_only_jax_and_what_it_brings_is_needed(path: pathlib.Path) -> None:
+    allowed = {
+        "integrations": OWN | {"flax"},
+        "compat": OWN | {"jaxlib"},
+    }.get(own_part(path), OWN)
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top in allowed or top in sys.stdlib_module_names, f"{path} imports {name}"
+
+
+def test_models_import_nothing_from_autoshard() -> None:
+    for path in (ROOT / "models").rglob("*.py"):
+        assert not any(name.split(".")[0] == "autoshard" for name in imports(path)), path
+
+
+def test_handwritten_baselines_import_nothing_from_autoshard() -> None:
+    for path in (ROOT / "experiments" / "handwritten").rglob("*.py"):
+        assert not any(name.split(".")[0] == "autoshard" for name in imports(path)), path

@@ -1,0 +1,106 @@
+"""The step as its author wrote it, as a baseline."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard.compat import jaxprs
+from autoshard.program import trace
+from autoshard.workload import Workload
+from tests import programs
+from tests.analysed import analyse, subject
+from tests.programs import BATCH, EMBED, MLP, shaped
+
+
+def inputs(workload: Workload) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """What "as written" shards each input by."""
+    of = analyse(workload)
+    assert of.space.written is not None
+    paths = [x.path for x in of.analysis.program.inputs]
+    return dict(zip(paths, of.space.written.specs.inputs, strict=True))
+
+
+def test_what_the_constraints_imply_for_state_and_batch() -> None:
+    assert inputs(programs.with_constraints()) == {
+        "state['a']": ((), ("model",)),
+        "state['b']": (("model",), ()),
+        "batch": (("data",), ()),
+    }
+
+
+def test_the_search_s_own_step_has_none_of_them() -> None:
+    program = trace(programs.with_constraints())
+
+    def names(closed: jaxprs.ClosedJaxpr) -> list[str]:
+        return [e.primitive.name for e in jaxprs.equations(closed.jaxpr)]
+
+    assert program.written is not None
+    assert names(program.written).count("sharding_constraint") >= 5
+    assert "sharding_constraint" not in names(program.step)
+    assert program.written_meshes == ((("data", 4), ("model", 2)),)
+    assert program.pinned_mesh is None
+    kept = trace(programs.with_constraints(), (), True)
+    assert "sharding_constraint" in names(kept.step)
+    assert kept.pinned_mesh == (("data", 4), ("model", 2))
+
+
+def constrained_init(mesh: Mesh) -> Workload:
+    def init():
+        w = jnp.ones((EMBED, MLP))
+        return {"w": jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P("data", "model")))}
+
+    def step(state, x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
+        return jax.tree.map(lambda w: w * 0.9, state), {"y": jnp.sum(x @ state["w"])}
+
+    return Workload(step=step, init=init, batch=shaped(BATCH, EMBED))
+
+
+def test_shardings_that_init_declares_are_taken() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    found = inputs(constrained_init(mesh))
+    assert found["state['w']"] == (("data",), ("model",))
+
+
+def test_shardings_of_a_nested_jit_are_the_author_s_too() -> None:
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    over = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P("data"))
+    assert mesh.axis_names == over.mesh.axis_names
+
+    inner = jax.jit(lambda x, w: jnp.tanh(x @ w), in_shardings=(over, None), out_shardings=over)
+
+    def step(state, x):
+        return state, {"y": jnp.sum(inner(x, state["w"]))}
+
+    workload = Workload(
+        step=step, init=lambda: {"w": jnp.ones((EMBED, MLP))}, batch=shaped(BATCH, EMBED)
+    )
+    assert inputs(workload)["batch"] == (("data",), ())
+    program = trace(workload)
+    assert all(not jaxprs.has_shardings(e) for e in jaxprs.equations(program.step.jaxpr))
+
+
+def test_constraints_on_a_mesh_of_another_size_are_no_baseline() -> None:
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
+    )
+    assert analyse(constrained_init(mesh)).space.written is None
+
+
+def test_a_step_without_constraints_has_no_such_baseline() -> None:
+    assert subject("scanned_gpt").space.written is None
+
+
+def test_constraints_on_two_meshes_are_no_baseline_and_no_obstacle() -> None:
+    one, two = (AbstractMesh((8,), (name,), axis_types=(AxisType.Auto,)) for name in "ab")
+
+    def step(state, x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(one, P("a")))
+        y = jax.lax.with_sharding_constraint(x @ state["w"], NamedSharding(two, P(None, "b")))
+        return state, {"y": jnp.sum(y)}
+
+    workload = Workload(
+        step=step, init=lambda: {"w": jnp.ones((EMBED, MLP))}, batch=shaped(BATCH, EMBED)
+    )
+    assert analyse(workload).space.written is None
