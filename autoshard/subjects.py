@@ -177,8 +177,14 @@ def make_subject(
     index = {leaf.path: i for i, leaf in enumerate(program.state)}
     leaves += tuple((index[path], spec) for path, spec in fixed_leaves if path in index)
     written = None
+    # Constraints on several meshes cannot all be moved to one.
     own = [m for m in program.written_meshes if math.prod(n for _, n in m) == target.device_count]
-    if own and program.written is not None and not program.keeps_constraints:
+    if (
+        own
+        and len(program.written_meshes) == 1
+        and program.written is not None
+        and not program.keeps_constraints
+    ):
         written = analyse_written(program, analysis, own[0], target.platform)
     space = Space(
         program=program,

@@ -7,6 +7,7 @@ what the constraints imply.
 import dataclasses
 
 import jax
+from jax.sharding import NamedSharding
 
 from autoshard.analysis import Analysis
 from autoshard.compat import jaxprs, shardy
@@ -76,12 +77,18 @@ def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[
     closed = jax.make_jaxpr(lambda: jax.tree.leaves(program.workload.init()))()
     if not any(e.primitive.name == "sharding_constraint" for e in jaxprs.equations(closed.jaxpr)):
         return None
+    names = {name for name, _ in mesh}
+    if any(
+        not names.issuperset(s.mesh.axis_names)
+        for e in jaxprs.equations(closed.jaxpr)
+        if isinstance(s := e.params.get("sharding"), NamedSharding)
+    ):
+        return None
     moved = jaxprs.on_mesh(closed, jaxprs.abstract_mesh(mesh))
     module = shardy.flatten(shardy.lower_abstract(moved, [], platform))
     shardy.tag(module)
     out: list[shardy.Dims] = [tuple(((), True) for _ in x.shape) for x in program.state]
     judged = shardy.judge(module, mesh, [], out, {}, {}, shardy.Attributes(module.context))
-    names = {name for name, _ in mesh}
     return [
         tuple(axes if set(axes) <= names else () for axes in dims) for dims in judged.result_dims
     ]

@@ -108,7 +108,9 @@ def run_plain(of: Subject) -> list[np.ndarray]:
     count = len(of.analysis.program.state)
     state = jax.tree.unflatten(of.analysis.program.state_tree, flat[:count])
     batch = jax.tree.unflatten(of.analysis.program.batch_tree, flat[count:])
-    return programs.flat_values(jax.jit(workload.step).lower(state, batch).compile(QUICK)(state, batch))
+    return programs.flat_values(
+        jax.jit(workload.step).lower(state, batch).compile(QUICK)(state, batch)
+    )
 
 
 def worst_error(of: Subject, got: list[np.ndarray], want: list[np.ndarray]) -> float:

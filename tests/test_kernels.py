@@ -18,7 +18,9 @@ from tests.programs import BATCH, EMBED, LAYERS, MLP, SEQUENCE, shaped
 
 def table(step, state, batch) -> KernelTable:  # type: ignore[no-untyped-def]
     workload = Workload(
-        step=step, init=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state), batch=batch
+        step=step,
+        init=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state),
+        batch=batch,
     )
     return analyse(workload).analysis.kernels
 
@@ -92,9 +94,7 @@ def test_an_unknown_trip_count_is_a_named_assumption() -> None:
 
 def test_the_largest_branch_counts_and_is_a_named_assumption() -> None:
     def step(w, x):
-        y = jax.lax.cond(
-            jnp.sum(x) > 0, lambda: x @ w @ w @ w, lambda: x @ w
-        )
+        y = jax.lax.cond(jnp.sum(x) > 0, lambda: x @ w @ w @ w, lambda: x @ w)
         return w, jnp.sum(y)
 
     kernels = table(step, shaped(8, 8), shaped(16, 8))

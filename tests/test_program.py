@@ -1,7 +1,6 @@
-"""Tracing: what a program holds, and what is refused with which words."""
+"""Traced workloads: leaves, paths, the user's own constraints, batches to measure with."""
 
-import traceback
-from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,193 +9,146 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import autoshard
 from autoshard.compat import jaxprs
 from autoshard.errors import WorkloadError
-from autoshard.program import Program, sample_batch, trace
-from autoshard.workload import Workload
-from tests import programs
-from tests.programs import BATCH, EMBED, MLP, normal, shaped
+from autoshard.program import sample_batch, trace, trace_function
+from autoshard.subjects import make_subject
+from autoshard.target import find_target
+from tests.workloads import mlp, stateless
+
+MESH = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
 
-def traced(step: Callable, state: object = None, batch: object = None) -> Program:
-    made = {"w": jnp.ones((4, 4))} if state is None else state
-    return trace(Workload(step=step, init=lambda: made, batch=batch or shaped(8, 4)))
+@pytest.fixture(scope="module")
+def program():
+    return trace(mlp(), (("rate", 0.1),))
 
 
-def test_leaves_have_paths_in_flat_order_and_sizes() -> None:
-    program = trace(programs.key_in_state())
-    paths = [leaf.path for leaf in program.state]
-    assert paths == sorted(paths) and "state['params']['a']" in paths
-    by_path = {leaf.path: leaf for leaf in program.state}
-    assert by_path["state['keys']"].is_key and by_path["state['keys']"].bytes == 8 * 8
-    assert by_path["state['params']['a']"].bytes == EMBED * MLP * 4
-    assert by_path["state['zero']"].bytes == 0
-    assert program.state_bytes == sum(leaf.bytes for leaf in program.state)
-    assert [leaf.path for leaf in program.batch] == ["batch"]
-    assert [leaf.path for leaf in program.metrics] == ["metrics['loss']"]
+def test_leaves_have_paths_shapes_and_dtypes(program):
+    assert [leaf.path for leaf in program.state] == [
+        "state['count']",
+        "state['key']",
+        "state['momentum']['w1']",
+        "state['momentum']['w2']",
+        "state['params']['w1']",
+        "state['params']['w2']",
+    ]
+    assert [leaf.path for leaf in program.batch] == ["batch['x']", "batch['y']"]
+    assert [leaf.path for leaf in program.metrics] == ["metrics['count']", "metrics['loss']"]
+    assert program.state[4].key == "['params']['w1']" and program.state[4].shape == (64, 128)
+    assert program.state[1].is_key and program.state[1].shape == () and program.state[1].bytes == 8
+    assert program.state_bytes == 4 + 8 + 4 * 64 * 128 * 4
+    assert program.knobs == (("rate", 0.1),)
+    assert len(program.step.jaxpr.invars) == len(program.inputs)
+    assert len(program.step.jaxpr.outvars) == len(program.outputs)
 
 
-def test_nothing_is_allocated() -> None:
-    huge = 1 << 20
-
-    def step(w, x):
-        return w * 0.5, jnp.sum(x @ w)
+def test_nothing_is_allocated_and_nothing_runs():
+    def init():
+        return {"w": jnp.zeros((1 << 30, 1 << 10))}  # 4 TiB
 
     program = trace(
-        Workload(step=step, init=lambda: jnp.zeros((huge, huge)), batch=shaped(huge, huge))
-    )
-    assert program.state_bytes == 4 * huge**2
-
-
-def test_a_step_that_cannot_be_traced_shows_the_user_s_own_traceback() -> None:
-    def step(state, x):
-        return {"w": state["w"] @ jnp.ones((5, 5))}, {}
-
-    with pytest.raises(TypeError) as caught:
-        traced(step)
-    lines = "".join(traceback.format_exception(caught.value))
-    assert "jnp.ones((5, 5))" in lines
-    assert any("while tracing step" in note for note in caught.value.__notes__)
-
-
-@pytest.mark.parametrize(
-    ("new", "words"),
-    [
-        (lambda s: {"w": s["w"][:2]}, r"state\['w'\].*\[2, 4\].*\[4, 4\]"),
-        (lambda s: {"w": s["w"].astype(jnp.bfloat16)}, r"state\['w'\].*bfloat16.*float32"),
-        (lambda s: {**s, "m": s["w"]}, r"unexpected: state\['m'\]"),
-        (lambda s: {"v": s["w"]}, r"missing: state\['w'\]; unexpected: state\['v'\]"),
-        (lambda s: (s["w"],), "structure"),
-    ],
-)
-def test_a_state_that_changes_says_which_leaf(new: Callable, words: str) -> None:
-    with pytest.raises(WorkloadError, match=words):
-        traced(lambda s, x: (new(s), {"loss": jnp.sum(x)}))
-
-
-@pytest.mark.parametrize("result", [lambda s: s, lambda s: (s,), lambda s: (s, {}, {})])
-def test_a_step_that_returns_something_else(result: Callable) -> None:
-    with pytest.raises(WorkloadError, match="new state, metrics"):
-        traced(lambda s, x: result(s))
-
-
-def test_a_model_fn_that_returns_something_else() -> None:
-    with pytest.raises(WorkloadError, match="autoshard.Workload, got dict"):
-        trace({"step": None})  # type: ignore[arg-type]
-
-
-def test_a_batch_that_is_no_shape() -> None:
-    with pytest.raises(WorkloadError, match="ShapeDtypeStruct"):
-        traced(lambda s, x: (s, {}), batch={"x": 3.0})
-
-
-def test_keys_whose_values_depend_on_the_sharding_are_refused() -> None:
-    def uses_key(state, x):
-        return state, jax.random.normal(state["key"], (4,))
-
-    with pytest.raises(WorkloadError, match=r"state\['key'\].*rbg"):
-        traced(uses_key, {"key": jax.random.key(0, impl="rbg")})
-
-    def makes_key(state, x):
-        noise = jax.random.normal(jax.random.key(0, impl="rbg"), (8, 4))
-        return state, jnp.sum(x + noise)
-
-    with pytest.raises(WorkloadError, match=r"test_program\.py"):
-        traced(makes_key)
-
-
-def test_large_closures_are_warned_about_with_their_size() -> None:
-    big = np.ones((1024, 512), np.float32)
-
-    def step(state, x):
-        return state, jnp.sum(x) + jnp.sum(jnp.asarray(big))
-
-    with pytest.warns(UserWarning, match=r"2097152 bytes.*float32\[1024, 512\]"):
-        traced(step)
-
-
-def test_constraints_are_taken_out_everywhere() -> None:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def pinned(x):
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
-
-    @jax.jit
-    def inner(x):
-        return pinned(x * 2.0)
-
-    def step(state, x):
-        y, _ = jax.lax.scan(lambda c, _: (pinned(jnp.tanh(c)), None), x, None, length=2)
-        y = jax.lax.cond(jnp.sum(y) > 0, lambda: pinned(y), lambda: y)
-        return state, jnp.sum(inner(jax.checkpoint(pinned)(y)) @ state["w"])
-
-    program = traced(step, {"w": jnp.ones((4, 4))}, shaped(8, 4))
-
-    def count(closed: jaxprs.ClosedJaxpr) -> int:
-        return sum(
-            e.primitive.name == "sharding_constraint" for e in jaxprs.equations(closed.jaxpr)
+        autoshard.Workload(
+            step=lambda s, b: ({"w": s["w"] + b.mean()}, {}),
+            init=init,
+            batch=jax.ShapeDtypeStruct((1 << 40,), jnp.float32),
         )
-
-    assert program.written is not None
-    assert count(program.written) == 4
-    assert count(program.step) == count(program.plain) == 0
-    assert program.written_meshes == ((("data", 8),),)
-
-
-def test_a_shared_function_without_constraints_is_left_as_it_is() -> None:
-    program = trace(programs.jit_called_six_times())
-    assert program.written is None and program.step is program.plain
-
-
-def test_meshes_that_contradict_each_other_are_refused() -> None:
-    one, two = (
-        jax.make_mesh((8,), (name,), axis_types=(jax.sharding.AxisType.Auto,)) for name in "ab"
     )
-
-    def step(state, x):
-        for mesh, name in ((one, "a"), (two, "b")):
-            x = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=P(name), out_specs=P(name))(x)
-        return state, jnp.sum(x)
-
-    with pytest.raises(WorkloadError, match=r"several meshes.*test_program\.py"):
-        traced(step)
+    assert program.state_bytes == 1 << 42
 
 
-def test_made_up_batches_are_normal_and_zero_or_one_and_the_same_for_a_seed() -> None:
-    batch = {
-        "x": shaped(64, 8),
-        "low": shaped(64, dtype=jnp.bfloat16),
-        "n": shaped(64, dtype=jnp.int32),
-        "b": shaped(64, dtype=jnp.bool_),
+def constrained(batch):
+    def inner(x):
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(MESH, P("data", "model")))
+
+    def body(c, _):
+        return jax.lax.with_sharding_constraint(c, NamedSharding(MESH, P("data"))), None
+
+    x, _ = jax.lax.scan(body, jax.jit(inner)(batch), None, length=2)
+    return x.sum()
+
+
+def test_the_users_constraints_are_taken_out_and_kept_aside():
+    def step(state, batch):
+        return {"w": state["w"] + constrained(batch)}, {}
+
+    program = trace(stateless(step)())
+
+    def constraints(closed):
+        names = [e.primitive.name for e in jaxprs.equations(closed.jaxpr)]
+        return names.count("sharding_constraint")
+
+    assert constraints(program.step) == 0 and constraints(program.written) == 2
+    assert program.written_meshes == ((("data", 4), ("model", 2)),)
+    kept = trace(stateless(step)(), keep_constraints=True)
+    assert constraints(kept.step) == 2 and kept.keeps_constraints
+    assert kept.pinned_mesh == (("data", 4), ("model", 2))
+    plain = trace(mlp())
+    assert plain.written is None and plain.written_meshes == () and plain.pinned_mesh is None
+    ones = jnp.ones((8, 8))
+    (got,) = jaxprs.as_function(program.step)(jnp.ones((8, 16)), ones)
+    np.testing.assert_array_equal(got, step({"w": jnp.ones((8, 16))}, ones)[0]["w"])
+
+
+def test_a_manual_region_is_found_with_its_source_line_and_pins_its_mesh():
+    def step(state, batch):
+        double = jax.shard_map(lambda x: x * 2, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+        return {"w": state["w"] + double(batch).sum()}, {}
+
+    program = trace(stateless(step)())
+    assert len(program.manual) == 1 and "test_program.py:" in program.manual[0]
+    target = find_target(jax.devices())
+    assert make_subject(program, target, "free", None).space.meshes == (
+        (("data", 4), ("model", 2)),
+    )
+    with pytest.raises(WorkloadError, match=r"unsupported.*test_program.py.*takes 8 devices"):
+        make_subject(program, find_target(jax.devices()[:4]), "free", None)
+
+
+def test_evaluation_functions_have_no_new_state(program):
+    state = jax.eval_shape(program.workload.init)
+    batch = {"x": jax.ShapeDtypeStruct((5, 64), jnp.float32)}
+    traced = trace_function(lambda s, b: b["x"] @ s["params"]["w1"], state, batch, program)
+    assert not traced.returns_state and traced.outputs == traced.metrics
+    assert [leaf.shape for leaf in traced.metrics] == [(5, 128)]
+    assert [leaf.shape for leaf in traced.batch] == [(5, 64)]
+    assert traced.state == program.state
+
+
+def test_sampled_batches_are_the_workloads_own(program):
+    flat = sample_batch(program, 3)
+    expected = program.workload.sample(jax.random.key(3))
+    np.testing.assert_array_equal(flat[0], expected["x"])
+    np.testing.assert_array_equal(flat[1], expected["y"])
+    assert not np.array_equal(flat[0], sample_batch(program, 4)[0])
+
+
+def test_synthetic_batches_suit_every_dtype():
+    shapes = {
+        "half": jax.ShapeDtypeStruct((64, 4), jnp.bfloat16),
+        "float": jax.ShapeDtypeStruct((64, 4), jnp.float32),
+        "int": jax.ShapeDtypeStruct((64, 4), jnp.int32),
+        "mask": jax.ShapeDtypeStruct((64, 4), jnp.bool),
+        "zkey": jax.ShapeDtypeStruct((3,), jax.random.key(0).dtype),
     }
-    program = traced(lambda s, b: (s, jnp.sum(b["x"])), batch=batch)
-    values = dict(zip(sorted(batch), sample_batch(program, 3), strict=True))
-    again = dict(zip(sorted(batch), sample_batch(program, 3), strict=True))
-    other = dict(zip(sorted(batch), sample_batch(program, 4), strict=True))
-    for name, leaf in batch.items():
-        assert values[name].shape == leaf.shape and values[name].dtype == leaf.dtype
-        assert np.array_equal(values[name], again[name])
-    assert set(values["n"]) == {0, 1}
-    assert 0.5 < values["x"].std() < 1.5 and not np.array_equal(values["x"], other["x"])
+    program = trace(stateless(lambda s, b: (s, {}), batch=shapes)())
+    drawn = sample_batch(program, 0)
+    byname = dict(zip([leaf.key for leaf in program.batch], drawn, strict=True))
+    assert [str(v.dtype) for v in drawn] == ["float32", "bfloat16", "int32", "bool", "uint32"]
+    assert 0.5 < byname["['float']"].std() < 1.5
+    assert set(np.unique(byname["['int']"])) == {0, 1} and byname["['mask']"].any()
+    assert byname["['zkey']"].shape == (3, 2)
+    np.testing.assert_array_equal(drawn[0], sample_batch(program, 0)[0])
 
 
-def test_a_sample_of_the_wrong_shape_says_which_leaf() -> None:
-    workload = programs.scanned_mlp()
-    good = trace(Workload(**{**_fields(workload), "sample": lambda key: jnp.ones((BATCH, EMBED))}))
-    assert sample_batch(good, 0)[0].shape == (BATCH, EMBED)
-    bad = trace(Workload(**{**_fields(workload), "sample": lambda key: jnp.ones((BATCH, 3))}))
-    with pytest.raises(WorkloadError, match=r"batch.*\[16, 3\].*\[16, 32\]"):
-        sample_batch(bad, 0)
-    tree = trace(Workload(**{**_fields(workload), "sample": lambda key: (1, 2)}))
-    with pytest.raises(WorkloadError, match="structure"):
-        sample_batch(tree, 0)
+def test_a_workload_is_traced_as_it_is_given(program):
+    """Two traces of one workload are one program; another rate is another."""
+    target = find_target(jax.devices())
 
+    def digest(p):
+        return make_subject(p, target, "free", None).analysis.digest
 
-def _fields(workload: Workload) -> dict[str, object]:
-    return {"step": workload.step, "init": workload.init, "batch": workload.batch}
-
-
-def test_init_may_hold_anything_a_pytree_may() -> None:
-    state = {"w": normal(0, 4, 4), "none": None, "empty": (), "deep": [{"n": jnp.int32(3)}]}
-    program = traced(lambda s, x: (s, jnp.sum(x)), state)
-    assert [leaf.path for leaf in program.state] == ["state['deep'][0]['n']", "state['w']"]
+    assert digest(program) == digest(trace(mlp()))
+    assert digest(program) != digest(trace(mlp(rate=0.2)))
+    assert digest(program) == digest(trace(dataclasses.replace(mlp(), sample=None)))

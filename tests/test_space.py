@@ -112,7 +112,9 @@ def test_reasons() -> None:
     mesh = (("x", 8),)
     loop = next(a.name for a in space.axes.axes if a.is_loop)
     assert "4 devices" in refusal(space, Layout(mesh=(("x", 4),), compute=rules({"batch": "x"})))
-    assert "no logical axis 'nope'" in refusal(space, Layout(mesh=mesh, compute=rules({"nope": "x"})))
+    assert "no logical axis 'nope'" in refusal(
+        space, Layout(mesh=mesh, compute=rules({"nope": "x"}))
+    )
     assert "loop axis" in refusal(space, Layout(mesh=mesh, storage=rules({loop: "x"})))
     head_dim = next(a.name for a in space.axes.axes if a.size == 4)
     assert "shards nothing" in refusal(space, Layout(mesh=mesh, storage=rules({head_dim: "x"})))

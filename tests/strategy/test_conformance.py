@@ -116,9 +116,7 @@ def test_a_finite_space_comes_to_an_end(make: Callable[[], Strategy]) -> None:
 
 
 @pytest.mark.parametrize("name", ["beam", "narrow beam", "random"])
-def test_another_seed_asks_something_else(
-    name: str, space: Space, start: tuple[Seen, ...]
-) -> None:
+def test_another_seed_asks_something_else(name: str, space: Space, start: tuple[Seen, ...]) -> None:
     make = STRATEGIES[name]
     assert search(make(), space, 0, 2, start) != search(make(), space, 1, 2, start)
 

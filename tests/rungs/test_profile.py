@@ -1,0 +1,224 @@
+"""Rung 3's judge, on a bench of pretended programs; and once on a real one."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from autoshard.rungs.bench import Bench
+from autoshard.rungs.numerics import LeafError, NumericsReport
+from autoshard.rungs.profile import Finalist, judge
+from autoshard.rungs.race import RaceSettings
+from autoshard.trial import Failure, Kind, Measurement, Stage
+from tests import lowered
+
+SETTINGS = RaceSettings(max_rounds=6, min_rounds=3)
+OOM = Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="no room")
+CRASH = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="fell over")
+
+
+class Pretended:
+    """A bench whose programs take the time, and make the error, that a test says.
+
+    As the real ones do, it knows only what is loaded.
+    """
+
+    def __init__(self, seconds, errors=(), broken=()):
+        self.seconds, self.errors, self.broken = seconds, dict(errors), dict(broken)
+        self.loaded, self.compared, self.calls = set(), [], []
+
+    def load(self, name, module):
+        self.calls.append(("load", name))
+        if name in self.broken:
+            return self.broken[name]
+        self.loaded.add(name)
+        return None
+
+    def unload(self, name):
+        self.loaded.discard(name)
+
+    def run(self, name, steps):
+        assert name in self.loaded, f"{name} is not loaded"
+        seconds = self.seconds[name]
+        return seconds if isinstance(seconds, Failure) else (seconds,) * steps
+
+    def numerics(self, name, reference, steps=2):
+        assert {name, reference} <= self.loaded, f"{name} or {reference} is not loaded"
+        self.compared.append((name, reference))
+        leaf = LeafError(
+            path="state['w']", error=self.errors.get(name, 0.0), tolerance=1e-4, noisy=False, copies=1
+        )
+        return NumericsReport(steps=steps, state=(leaf,), metrics=())
+
+    def trace(self, name, folder, steps):
+        assert name in self.loaded
+        self.calls.append(("trace", name))
+        return folder
+
+
+def finalist(name, **changes):
+    fields = {
+        "name": name,
+        "module": object(),
+        "peak_bytes": 10,
+        "reference": "ref",
+        "checked": None,
+        "traced": False,
+    }
+    return Finalist(**{**fields, **changes})
+
+
+def judged(bench, finalists, tmp_path, **options):
+    return judge(
+        bench,
+        finalists,
+        {"ref": object()},
+        **{
+            "seed": 0,
+            "folder": str(tmp_path),
+            "memory_bytes": 1000,
+            "settings": SETTINGS,
+            **options,
+        },
+    )
+
+
+def test_the_fastest_comes_first_and_all_samples_are_kept(tmp_path):
+    bench = Pretended({"a": 0.03, "b": 0.02, "c": 0.025})
+    result = judged(bench, [finalist(n) for n in "abc"], tmp_path)
+    assert result.ranking == ("b", "c", "a")
+    for name, outcome in result.outcomes.items():
+        assert isinstance(outcome, Measurement)
+        assert set(outcome.samples_s) == {bench.seconds[name]}
+        assert len(outcome.samples_s) == len(outcome.rounds) >= 3
+        assert (outcome.numerics, outcome.numerics_where) == ("exact", "state['w']")
+        assert outcome.trace == "" and outcome.devices == ()
+    assert bench.compared == [("a", "ref"), ("b", "ref"), ("c", "ref")]
+    assert bench.loaded == set(), "everything is freed again"
+
+
+def test_who_computes_something_else_does_not_race(tmp_path):
+    told = []
+    bench = Pretended({"a": 0.03, "b": 0.01}, errors={"b": 1e-3})
+    result = judged(
+        bench, [finalist("a"), finalist("b")], tmp_path, on_failure=lambda *x: told.append(x)
+    )
+    failure = result.outcomes["b"]
+    assert failure.kind is Kind.NUMERICS and "state['w']" in failure.message
+    assert result.ranking == ("a",) and told == [("b", failure)]
+
+
+def test_failures_are_told_at_once_and_cost_one_finalist(tmp_path):
+    told = []
+    bench = Pretended({"a": 0.03, "b": 0.01, "c": CRASH}, broken={"b": OOM})
+    result = judged(
+        bench, [finalist(n) for n in "abc"], tmp_path, on_failure=lambda *x: told.append(x)
+    )
+    assert result.outcomes["b"] == OOM and result.outcomes["c"] == CRASH
+    assert told == [("b", OOM), ("c", CRASH)]
+    assert result.ranking == ("a",)
+
+
+def test_where_the_unsharded_step_does_not_fit_the_first_that_ran_is_the_yardstick(tmp_path):
+    bench = Pretended(
+        {"a": 0.03, "b": 0.01, "c": 0.02, "d": 0.01}, errors={"c": 1.0}, broken={"ref": OOM, "a": OOM}
+    )
+    result = judged(bench, [finalist(n) for n in "abcd"], tmp_path)
+    assert bench.compared == [("c", "b"), ("d", "b")]
+    assert result.outcomes["b"].numerics == "unchecked"
+    assert result.outcomes["d"].numerics == "relative"
+    assert result.outcomes["c"].kind is Kind.NUMERICS
+    assert set(result.ranking) == {"b", "d"}
+
+
+def test_without_a_reference_numerics_stay_unchecked(tmp_path):
+    bench = Pretended({"a": 0.03, "b": 0.01})
+    result = judged(bench, [finalist(n, reference="") for n in "ab"], tmp_path)
+    assert bench.compared == []
+    assert {o.numerics for o in result.outcomes.values()} == {"unchecked"}
+
+
+def test_an_earlier_check_stands(tmp_path):
+    earlier = Measurement(
+        samples_s=(1.0,),
+        rounds=(0,),
+        numerics="exact",
+        numerics_error=1e-7,
+        numerics_where="state['v']",
+    )
+    bench = Pretended({"a": 0.03, "b": 0.01})
+    result = judged(bench, [finalist("a", checked=earlier), finalist("b")], tmp_path)
+    assert bench.compared == [("b", "ref")]
+    assert result.outcomes["a"].numerics_where == "state['v']"
+    assert result.outcomes["a"].samples_s[0] == 0.03
+
+
+def test_when_time_is_up_what_was_not_measured_is_left_out(tmp_path):
+    bench = Pretended({"a": 0.03, "b": 0.01})
+    result = judged(bench, [finalist("a"), finalist("b")], tmp_path, should_stop=lambda: True)
+    assert result.outcomes == {} and result.ranking == () and result.why_it_ended == "stopped"
+    assert bench.compared == [("a", "ref")]
+
+
+def test_only_those_asked_for_are_traced_and_a_bad_trace_costs_nothing(tmp_path):
+    bench = Pretended({"a/b": 0.03, "b": 0.01})
+    result = judged(bench, [finalist("a/b", traced=True), finalist("b")], tmp_path)
+    assert [c for c in bench.calls if c[0] == "trace"] == [("trace", "a/b")]
+    assert result.outcomes["a/b"].devices == ()
+    assert result.outcomes["a/b"].trace == str(tmp_path / "a_b")
+
+
+def test_progress_is_told(tmp_path):
+    said = []
+    judged(
+        Pretended({"a": 0.03}),
+        [finalist("a", traced=True)],
+        tmp_path,
+        on_progress=lambda done, text: said.append(text),
+    )
+    assert said == [
+        "loading the unsharded step",
+        "checking the numerics of a",
+        "racing 1 programs",
+        "tracing a",
+        "measured",
+    ]
+
+
+@pytest.fixture(scope="module")
+def modules():
+    step = lowered.make_step()
+
+    def mutant(state, x, y):
+        new, metrics = step(state, x, y)
+        return {**new, "key": new["key"] + 1}, metrics
+
+    return {
+        "ref": lowered.train_module(lowered.ONE),
+        "right": lowered.train_module((("data", 8),), spec=jax.P()),
+        "wrong": lowered.train_module((("data", 8),), spec=jax.P(), step=mutant),
+    }
+
+
+def test_on_real_programs(modules, tmp_path):
+    bench = Bench()
+    bench.set_inputs(lowered.init_module(), lowered.make_batches())
+    finalists = [
+        dataclasses.replace(finalist(n), module=modules[n], traced=True) for n in ("right", "wrong")
+    ]
+    result = judge(
+        bench,
+        finalists,
+        {"ref": modules["ref"]},
+        seed=0,
+        folder=str(tmp_path),
+        memory_bytes=1 << 40,
+        settings=RaceSettings(max_rounds=2, min_rounds=1),
+    )
+    assert result.ranking == ("right",)
+    assert result.outcomes["wrong"].kind is Kind.NUMERICS and "key" in result.outcomes["wrong"].message
+    right = result.outcomes["right"]
+    assert right.numerics == "exact" and len(right.devices) == 8
+    assert all(np.isfinite([d.compute_s, d.communication_s, d.idle_s]).all() for d in right.devices)
+    assert list((tmp_path / "right").rglob("*.xplane.pb"))

@@ -1,0 +1,55 @@
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from autoshard.errors import TargetError
+from autoshard.target import find_target
+
+DEVICES = jax.devices()
+
+
+def test_a_mesh_gives_its_devices_in_its_own_order():
+    mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2).T, ("a", "b"))
+    target = find_target(mesh)
+    assert target.devices == tuple(mesh.devices.flat)
+    assert target.given == (("a", 2), ("b", 4))
+    assert target.platform == "cpu" and target.device_count == 8 and target.shared_host
+    assert target.describe() == "8 fake cpu devices"
+
+
+@pytest.mark.parametrize(
+    "devices", [DEVICES[:4], tuple(DEVICES[:4]), np.array(DEVICES[:4]).reshape(2, 2)]
+)
+def test_plain_devices_give_no_shape(devices):
+    target = find_target(devices)
+    assert target.devices == tuple(DEVICES[:4]) and target.given == ()
+
+
+def test_the_kinds_of_axes_do_not_matter():
+    explicit = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(explicit, explicit))
+    made = find_target(mesh).mesh((("a", 2), ("b", 4)))
+    assert made.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    assert made.devices.tolist() == mesh.devices.tolist()
+
+
+def test_meshes_are_made_over_the_devices_in_order():
+    target = find_target(DEVICES)
+    mesh = target.mesh((("x", 2), ("y", 2), ("z", 2)))
+    assert mesh.axis_names == ("x", "y", "z") and list(mesh.devices.flat) == DEVICES
+    assert find_target(DEVICES[:1]).mesh(()).shape == {"x": 1}
+    with pytest.raises(TargetError, match="needs 4 devices, got 8"):
+        target.mesh((("x", 4),))
+
+
+def test_memory_is_the_hosts_share_unless_given():
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    target = find_target(DEVICES)
+    assert target.memory_bytes == host // 8
+    assert target.memory_source == "host memory divided by devices"
+    given = find_target(DEVICES, 12345)
+    assert (given.memory_bytes, given.memory_source) == (12345, "memory_bytes")
+    with pytest.raises(TargetError, match="must be positive, got -1"):
+        find_target(DEVICES, -1)
