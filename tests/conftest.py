@@ -3,11 +3,15 @@
 import dataclasses
 import pathlib
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# Other work may share the machine: slow is no failure.
+hypothesis.settings.register_profile("autoshard", deadline=None)
+hypothesis.settings.load_profile("autoshard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +52,30 @@ def searched(tmp_path_factory, calibration):
     return Searched(plan, journal, calibration, tuple(events))
 
 
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory):
+    """A worker that stays warm: starting one for each search would take most of the time."""
+    from autoshard.rungs.worker import WorkerProcess, WorkerSettings
+
+    folder = str(tmp_path_factory.mktemp("compiler"))
+    worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=8, folder=folder))
+    yield worker
+    worker.close()
+
+
 @pytest.fixture
-def quick(calibration):
-    """Searches without measuring, in about two seconds."""
+def quick(calibration, compiler, monkeypatch):
+    """Searches without measuring, in about a second."""
     import autoshard
+    from autoshard.driver import compiling
+    from autoshard.rungs.compile_job import compile_module_job
     from tests import workloads
+
+    monkeypatch.setattr(
+        compiling,
+        "compile_in_process",
+        lambda request: compile_module_job(request.module, request.time_limit_s, compiler),
+    )
 
     def search(model_fn=workloads.mlp, mesh=None, **options):
         return autoshard.search(

@@ -572,7 +572,7 @@ def manual_region() -> Workload:
 
 
 def odd_sizes() -> Workload:
-    """197 tokens, 257 words (a prime), 6 heads: nothing but the batch and the width divides by 8."""
+    """197 tokens, 257 words (a prime), 6 heads: only the batch and the width divide by 8."""
 
     def loss(params, batch):
         x = batch["image"] + params["position"]
@@ -605,7 +605,7 @@ def indivisible_batch() -> Workload:
 
 
 def odds_and_ends() -> Workload:
-    """Operations with unusual shapes: sort, top_k, cumsum, fft, cholesky, scatter, conv, roll, vmap."""
+    """Operations with unusual shapes: sort, top_k, cumsum, fft, cholesky, scatter, roll, vmap."""
 
     def step(state, x):
         w = state["w"]

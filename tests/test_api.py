@@ -73,7 +73,7 @@ def test_without_measuring_the_best_estimate_wins(quick, searched):
     compiled = [t for t in evidence.trials if isinstance(t.compiled, Estimate)]
     assert len(compiled) == workloads.UNMEASURED.compiles
     assert plan.trial.compiled.time_s == min(t.compiled.time_s for t in compiled)
-    state, metrics = plan.step(plan.init(), plan.put(workloads.batch_of(0)))
+    _, metrics = plan.step(plan.init(), plan.put(workloads.batch_of(0)))
     assert jnp.isfinite(metrics["loss"])
     asked = [t.candidate for t in evidence.trials]
     assert len(set(asked)) == len(asked) == workloads.UNMEASURED.candidates
@@ -214,7 +214,7 @@ def test_a_broken_executor_costs_candidates_and_is_not_held_against_them(quick, 
 def test_an_executor_that_does_nothing_any_more(quick):
     executor = concurrent.futures.ThreadPoolExecutor(1)
     executor.shutdown()
-    with pytest.raises(autoshard.NoPlanError, match="crash.*cannot schedule new futures"):
+    with pytest.raises(autoshard.NoPlanError, match=r"crash.*cannot schedule new futures"):
         quick(executor=executor)
 
 

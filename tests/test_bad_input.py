@@ -11,6 +11,7 @@ import pytest
 
 import autoshard
 from autoshard import JournalError, LayoutError, NoPlanError, TargetError, WorkloadError
+from autoshard.trial import Estimate
 from tests import workloads
 from tests.workloads import mlp, stateless
 
@@ -59,8 +60,14 @@ def test_an_init_that_does_not_trace_raises_the_users_own_error(quick):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: {"w": s["w"].T}, r"state\['w'\]: got float32\[16, 8\], expected float32\[8, 16\]"),
-        (lambda s: {"w": s["w"].astype(jnp.bfloat16)}, r"state\['w'\]: got bfloat16.*cast or reshape"),
+        (
+            lambda s: {"w": s["w"].T},
+            r"state\['w'\]: got float32\[16, 8\], expected float32\[8, 16\]",
+        ),
+        (
+            lambda s: {"w": s["w"].astype(jnp.bfloat16)},
+            r"state\['w'\]: got bfloat16.*cast or reshape",
+        ),
         (lambda s: {}, r"missing: state\['w'\]"),
         (lambda s: {**s, "v": s["w"]}, r"unexpected: state\['v'\]"),
         (lambda s: [s["w"]], r"missing: state\['w'\]; unexpected: state\[0\]"),
@@ -73,7 +80,7 @@ def test_a_new_state_that_differs_from_the_old_names_the_leaf(quick, change, mes
 
 
 def test_a_step_that_returns_something_else(quick):
-    with pytest.raises(WorkloadError, match="must return .new state, metrics., got dict"):
+    with pytest.raises(WorkloadError, match=r"must return .new state, metrics., got dict"):
         quick(stateless(lambda s, b: s))
     with pytest.raises(WorkloadError, match="got tuple of 3"):
         quick(stateless(lambda s, b: (s, {}, {})))
@@ -228,7 +235,8 @@ def test_knobs_that_change_the_global_batch(quick):
     with pytest.raises(WorkloadError, match=r"batch\['z'\] is absent with {'more': False} and"):
         quick(
             lambda more: dataclasses.replace(
-                mlp(), batch={**mlp().batch, **({"z": mlp().batch["x"]} if more else {})},
+                mlp(),
+                batch={**mlp().batch, **({"z": mlp().batch["x"]} if more else {})},
                 step=lambda s, b: mlp().step(s, {"x": b["x"], "y": b["y"]}),
             ),
             knobs={"more": (False, True)},
@@ -365,10 +373,13 @@ def test_a_callback_that_raises_ends_the_search_with_its_own_error(quick):
         quick(callbacks=(callback,))
 
 
-def test_an_executor_of_processes_works(quick):
+def test_an_executor_of_processes_works(calibration):
     """What is submitted pickles: nothing of the model goes with it."""
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
-        assert quick(executor=executor, budget=SMALL).trial.compiled
+        plan = autoshard.search(
+            mlp, DEVICES, executor=executor, budget=SMALL, calibration=calibration
+        )
+    assert isinstance(plan.trial.compiled, Estimate)

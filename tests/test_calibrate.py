@@ -32,7 +32,9 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     assert 1e7 < constants.element_flops_per_s < constants.contract_flops_per_s * 10
     assert 1e8 < constants.bandwidth_bytes_per_s < 1e13
     assert 0 < constants.launch_s < 1e-2
-    assert {(x.kind, x.group_size) for x in constants.links} == {(k, n) for k in KINDS for n in (2, 8)}
+    assert {(x.kind, x.group_size) for x in constants.links} == {
+        (k, n) for k in KINDS for n in (2, 8)
+    }
     assert all(x.latency_s > 0 and x.s_per_byte > 0 for x in constants.links)
     assert Constants.from_json(json.loads(json.dumps(constants.to_json()))) == constants
 

@@ -85,6 +85,12 @@ def test_a_cast_parameter_is_storage_and_its_product_is_not() -> None:
     assert not flow.storage(results(closed, "dot_general")[0])
 
 
+def test_what_comes_from_the_state_alone_is_storage_even_through_a_product() -> None:
+    closed, flow = traced(lambda w, x: (w, jnp.sum(jnp.sin(w.T @ w)) + jnp.sum(x)))
+    (gram,) = results(closed, "dot_general")
+    assert flow.of(gram) & BATCH == 0 and flow.storage(gram)
+
+
 def test_values_inside_a_cond_and_a_nested_jit_are_told_apart() -> None:
     @jax.jit
     def update(w, g):

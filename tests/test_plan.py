@@ -107,7 +107,9 @@ def test_put_shards_the_batch_and_checks_it(plan):
     placed = plan.put(host)
     assert shardings_of(placed) == plan.batch_shardings
     assert_close(placed, host)
-    with pytest.raises(PlanError, match=r"batch\['y'\]: got float32\[4, 64\], expected float32\[32"):
+    with pytest.raises(
+        PlanError, match=r"batch\['y'\]: got float32\[4, 64\], expected float32\[32"
+    ):
         plan.put({**host, "y": host["y"][:4]})
     with pytest.raises(PlanError, match=r"batch\['x'\]: got float64"):
         plan.put({**host, "x": host["x"].astype(np.float64)})
@@ -145,7 +147,7 @@ def test_place_names_the_leaf_that_does_not_fit(plan, unsharded):
 
 
 def test_step_takes_arrays_that_lie_elsewhere(plan, unsharded):
-    new, metrics = plan.step(plan.place(unsharded[0][0]), workloads.batch_of(0))
+    new, _ = plan.step(plan.place(unsharded[0][0]), workloads.batch_of(0))
     assert shardings_of(new) == plan.state_shardings
     assert_close(new, unsharded[0][1])
     with pytest.raises(PlanError, match=r"batch\['x'\]: got"):

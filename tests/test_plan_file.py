@@ -95,7 +95,7 @@ def test_saving_is_whole_or_not_at_all(searched, saved, tmp_path, monkeypatch):
 
 
 def test_no_file_and_no_plan_file(tmp_path, saved):
-    with pytest.raises(PlanError, match="cannot read the plan .*nowhere.json"):
+    with pytest.raises(PlanError, match=r"cannot read the plan .*nowhere.json"):
         read_plan(tmp_path / "nowhere.json")
     with pytest.raises(PlanError, match="cannot read the plan"):
         read_plan(tmp_path)

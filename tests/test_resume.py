@@ -127,7 +127,9 @@ def test_a_wave_of_which_one_failed_is_not_tried_with_it_again(searched, counted
     """A failed measurement is an answer too; and half a wave is raced anew, whole."""
     records = lines(searched.journal)
     end = next(
-        i for i, r in enumerate(records) if (r.get("record"), r.get("rung")) == ("outcome", "profile")
+        i
+        for i, r in enumerate(records)
+        if (r.get("record"), r.get("rung")) == ("outcome", "profile")
     )
     failed = {
         **records[end],
@@ -153,7 +155,9 @@ def test_a_wave_of_which_one_failed_is_not_tried_with_it_again(searched, counted
     assert counted["race"] == 1
 
 
-def test_another_program_seed_or_calibration_shares_no_key(searched, counted, tmp_path, calibration):
+def test_another_program_seed_or_calibration_shares_no_key(
+    searched, counted, tmp_path, calibration
+):
     journal = tmp_path / "j.jsonl"
     journal.write_bytes(searched.journal.read_bytes())
     before = len(lines(journal))

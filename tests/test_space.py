@@ -6,6 +6,7 @@ import math
 import random
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -19,6 +20,7 @@ from autoshard.subjects import make_subject
 from autoshard.target import find_target
 from tests import programs
 from tests.analysed import analyse, judge, subject, target
+from tests.programs import EMBED, MLP, normal, shaped, train
 
 SMALL = ("custom_derivatives", "rnn", "odd_sizes", "indivisible_batch", "manual_region", "clip")
 
@@ -138,6 +140,24 @@ def test_a_batch_that_no_mesh_axis_divides() -> None:
         assert drawn is not None and "batch" not in dict(drawn.layout.compute)
 
 
+def test_a_batch_that_the_second_mesh_axis_does_not_divide() -> None:
+    def loss(params, x):
+        return jnp.mean((x @ params) ** 2)
+
+    space = analyse(train(loss, lambda: normal(0, EMBED, MLP), shaped(6, EMBED))).space
+    mesh = (("x", 2), ("y", 4))
+    both = Layout(mesh=mesh, compute=rules({"batch": ("x", "y")}), storage=())
+    assert refusal(space, dataclasses.replace(both, storage=_apart(space))) == (
+        "batch[6, 32] cannot be divided by y=4"
+    )
+
+
+def _apart(space: Space) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """A rule on one of two mesh axes, which keeps them from merging."""
+    width = next(a.name for a in space.axes.axes if a.size == EMBED)
+    return ((width, ("y",)),)
+
+
 def test_awkward_sizes_do_not_kill_a_layout() -> None:
     """197 tokens, 257 words, 6 heads."""
     of = subject("odd_sizes")
@@ -191,7 +211,7 @@ def test_fix_pins_a_leaf(value: object) -> None:
 
 def test_fix_that_names_nothing_is_refused() -> None:
     analysis = subject("custom_derivatives").analysis
-    with pytest.raises(LayoutError, match="nope.*batch"):
+    with pytest.raises(LayoutError, match=r"nope.*batch"):
         read_fix({"nope": "x"}, analysis.program, analysis.axes)
     with pytest.raises(LayoutError, match="3 dimensions"):
         read_fix({"state['a']": ("x", None, None)}, analysis.program, analysis.axes)

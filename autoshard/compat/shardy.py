@@ -65,10 +65,10 @@ def flatten(module: Module) -> Operation:
 
 
 def _keep_one_mesh(module: Operation) -> None:
-    """Leaves one mesh, `@mesh`: Shardy ends the process where a sharding names an axis of no mesh.
+    """Sees to `@mesh` and no other: Shardy ends the process where a sharding names an unknown axis.
 
     JAX puts constraints on a mesh without axes on PRNG keys (0.10, 0.12); they say nothing. A step
-    without sites has no mesh.
+    without sites has no mesh. Sums in a manual region name the same mesh once more (0.12).
     """
     block = module.regions[0].blocks[0]
     meshes = {
@@ -80,12 +80,13 @@ def _keep_one_mesh(module: Operation) -> None:
     if not full:
         mesh = ir.Operation.parse(f'sdy.mesh @{MESH_NAME} = <["_"=2]>')
         ir.InsertionPoint.at_block_begin(block).insert(mesh)
-    elif full != [MESH_NAME]:
+    elif MESH_NAME not in full or len({meshes[n] for n in full}) > 1:
         raise ValueError(f"the step names several meshes: {', '.join(meshes[n] for n in full)}")
     for op in list(walk(main_function(module).regions[0].blocks[0])):
-        if op.name == "sdy.sharding_constraint" and f"@{MESH_NAME}," not in str(
-            op.attributes["sharding"]
-        ):
+        if op.name != "sdy.sharding_constraint":
+            continue
+        text = str(op.attributes["sharding"])
+        if not any(f"@{name}," in text for name in full):
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()
 

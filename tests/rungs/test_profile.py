@@ -47,7 +47,11 @@ class Pretended:
         assert {name, reference} <= self.loaded, f"{name} or {reference} is not loaded"
         self.compared.append((name, reference))
         leaf = LeafError(
-            path="state['w']", error=self.errors.get(name, 0.0), tolerance=1e-4, noisy=False, copies=1
+            path="state['w']",
+            error=self.errors.get(name, 0.0),
+            tolerance=1e-4,
+            noisy=False,
+            copies=1,
         )
         return NumericsReport(steps=steps, state=(leaf,), metrics=())
 
@@ -122,7 +126,9 @@ def test_failures_are_told_at_once_and_cost_one_finalist(tmp_path):
 
 def test_where_the_unsharded_step_does_not_fit_the_first_that_ran_is_the_yardstick(tmp_path):
     bench = Pretended(
-        {"a": 0.03, "b": 0.01, "c": 0.02, "d": 0.01}, errors={"c": 1.0}, broken={"ref": OOM, "a": OOM}
+        {"a": 0.03, "b": 0.01, "c": 0.02, "d": 0.01},
+        errors={"c": 1.0},
+        broken={"ref": OOM, "a": OOM},
     )
     result = judged(bench, [finalist(n) for n in "abcd"], tmp_path)
     assert bench.compared == [("c", "b"), ("d", "b")]
@@ -217,7 +223,9 @@ def test_on_real_programs(modules, tmp_path):
         settings=RaceSettings(max_rounds=2, min_rounds=1),
     )
     assert result.ranking == ("right",)
-    assert result.outcomes["wrong"].kind is Kind.NUMERICS and "key" in result.outcomes["wrong"].message
+    assert (
+        result.outcomes["wrong"].kind is Kind.NUMERICS and "key" in result.outcomes["wrong"].message
+    )
     right = result.outcomes["right"]
     assert right.numerics == "exact" and len(right.devices) == 8
     assert all(np.isfinite([d.compute_s, d.communication_s, d.idle_s]).all() for d in right.devices)

@@ -1,0 +1,112 @@
+"""Which rows go on: baselines that may fit, then the best; what is too large is not compiled."""
+
+import pathlib
+
+import jax
+import pytest
+
+from autoshard.budget import Budget
+from autoshard.cost import Correction
+from autoshard.driver import promoting
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.journal import Journal
+from autoshard.layout import Candidate, Layout, rules
+from autoshard.target import find_target
+from autoshard.trial import Estimate, Failure, Kind, Measurement, Rung, Stage
+
+
+def estimate(time_s=1.0, peak=100, state=10, rung=Rung.PROPAGATE):
+    return Estimate(
+        rung=rung,
+        time_s=time_s,
+        compute_s=time_s / 2,
+        communication_s=time_s / 2,
+        peak_memory_bytes=peak,
+        state_bytes=state,
+        flops=1,
+        bytes_accessed=1,
+        op_count=1,
+    )
+
+
+def row(number, baseline="", **changes):
+    layout = Layout(mesh=(("x", 8),), compute=rules({f"axis {number}": "x"}))
+    fields = {
+        "subject": 0,
+        "candidate": Candidate(layout=layout),
+        "baseline": baseline,
+        "program": number,
+        "propagated": estimate(),
+    }
+    return Row(**{**fields, **changes})
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    made = Ledger(
+        subjects=[],
+        target=find_target(jax.devices()),
+        constants=None,
+        budget=Budget(),
+        journal=Journal(),
+        callbacks=(),
+        seed=0,
+        limit_bytes=1000,
+        folder=pathlib.Path(tmp_path),
+    )
+    return made
+
+
+def test_of_each_baseline_the_fastest_that_may_fit_goes_on(ledger):
+    ledger.rows = [
+        row(0, "FSDP", propagated=estimate(3.0)),
+        row(1, "FSDP", propagated=estimate(2.0)),
+        row(2, "data parallel", propagated=estimate(1.0)),
+        row(3, "FSDP", propagated=estimate(0.1, state=2000)),
+        row(4, "replicated", propagated=estimate(0.1, peak=9000)),
+        row(5, "", propagated=estimate(0.1)),
+        row(6, "tensor parallel", propagated=Failure(
+            stage=Stage.PROPAGATE, kind=Kind.UNSUPPORTED, message="no")),
+    ]  # fmt: skip
+    assert promoting.baseline_rows(ledger) == [2, 1]
+    for i, missing in ((3, 1000), (4, 8000)):
+        failure = ledger.rows[i].compiled
+        assert failure.kind is Kind.OOM and failure.missing_bytes == missing
+        assert "the limit is" in failure.message
+
+
+def test_what_has_gone_on_does_not_go_on_again(ledger):
+    ledger.rows = [row(i, propagated=estimate(1.0 + i)) for i in range(5)]
+    ledger.rows[1].compiled = estimate(rung=Rung.COMPILE)
+    chosen = promoting.promoted(ledger, 2, [0])
+    assert chosen == [2, 3]
+
+
+def test_measurements_correct_the_order(ledger):
+    ledger.rows = [row(i, propagated=estimate(1.0)) for i in range(3)]
+    promoting.learn(ledger)
+    assert ledger.correction == Correction()
+    for r in ledger.rows:
+        r.profiled = Measurement(samples_s=(3.0,), rounds=(0,))
+    promoting.learn(ledger)
+    assert ledger.correction.compute > 1 and ledger.correction.communication > 1
+
+
+def test_false_rejections_are_those_that_fit_after_all(ledger):
+    ledger.rows = [
+        row(0, propagated=estimate(peak=2500), compiled=estimate(peak=900, rung=Rung.COMPILE)),
+        row(1, propagated=estimate(peak=2500), compiled=estimate(peak=1900, rung=Rung.COMPILE)),
+        row(2, propagated=estimate(peak=500), compiled=estimate(peak=400, rung=Rung.COMPILE)),
+    ]
+    assert promoting.false_rejections(ledger) == 1
+    assert promoting.lower_bound(ledger) == pytest.approx(900 / 2500)
+
+
+def test_the_smallest_is_tried_last_and_once(ledger):
+    assert promoting.smallest(ledger) is None
+    ledger.rows = [row(0, propagated=estimate(peak=3000)), row(1, propagated=estimate(peak=2000))]
+    assert promoting.smallest(ledger) == 1
+    ledger.rows[1].compiled = Failure(stage=Stage.PROPAGATE, kind=Kind.OOM, message="by rung 1")
+    assert promoting.smallest(ledger) == 1, "rung 1 may be wrong"
+    ledger.rows[1].compiled = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="by rung 2")
+    assert promoting.smallest(ledger) is None

@@ -1,0 +1,75 @@
+"""Rung 1 of a search: strategies share the budget, and a user's own may ask for anything."""
+
+import dataclasses
+from collections import Counter
+
+import autoshard
+from autoshard.layout import Candidate, Layout
+from autoshard.strategy import RandomSearch
+from autoshard.trial import Estimate, Kind
+from tests.workloads import mlp
+
+BUDGET = autoshard.Budget(candidates=20, compiles=1, profiles=0)
+
+
+class Asking:
+    """A strategy that asks for a list of layouts, the same each time."""
+
+    def __init__(self, *layouts, knobs=()):
+        self.candidates = tuple(Candidate(layout=x, knobs=knobs) for x in layouts)
+        self.asked = 0
+
+    def ask(self, space, seed, history):
+        self.asked += 1
+        return self.candidates
+
+
+def trials_of(plan):
+    return [t for t in plan.evidence.trials if not t.baseline]
+
+
+def test_a_users_strategy_chooses_the_candidates(quick):
+    data = Layout(mesh=(("x", 4), ("y", 2)), compute=(("batch", ("y",)),))
+    strategy = Asking(data, data)
+    plan = quick(strategy=strategy, budget=BUDGET)
+    (trial,) = trials_of(plan)
+    assert trial.candidate.layout == data and isinstance(trial.propagated, Estimate)
+    assert strategy.asked == 2, "asked until it has nothing new"
+
+
+def test_what_is_no_member_of_the_space_is_one_failed_trial(quick):
+    foreign = [
+        Layout(mesh=(("x", 4),), compute=(("batch", ("x",)),)),
+        Layout(mesh=(("x", 8),), compute=(("nonsense", ("x",)),)),
+        Layout(mesh=(("x", 8),), as_written=True),
+    ]
+    plan = quick(strategy=Asking(*foreign), budget=BUDGET)
+    trials = trials_of(plan)
+    assert [t.candidate.layout for t in trials] == foreign
+    assert all(t.propagated.kind is Kind.INFEASIBLE for t in trials)
+    assert "4 devices, the target 8" in trials[0].propagated.message
+    assert "no logical axis 'nonsense'" in trials[1].propagated.message
+    other = Asking(Layout(mesh=(("x", 8),)), knobs=(("rate", 3),))
+    (trial,) = trials_of(quick(strategy=other, budget=BUDGET))
+    assert "knobs are {'rate': 3}" in trial.propagated.message
+
+
+def test_knob_values_share_the_budget_evenly(quick):
+    budget = dataclasses.replace(BUDGET, candidates=60)
+    plan = quick(
+        lambda rate: mlp(rate),
+        knobs={"rate": (0.1, 0.2)},
+        strategy=RandomSearch(batch=1),
+        budget=budget,
+    )
+    count = Counter(t.candidate.knobs for t in plan.evidence.trials)
+    assert sum(count.values()) == 60 and max(count.values()) - min(count.values()) <= 1
+
+
+def test_the_baselines_come_first_and_more_are_told_of_as_they_come(quick):
+    told = []
+    plan = quick(budget=BUDGET, callbacks=(told.append,))
+    names = [bool(t.baseline) for t in plan.evidence.trials]
+    assert names == sorted(names, reverse=True)
+    assert told[0].text == "judging the baselines" and told[0].total == 20
+    assert [e.done for e in told if e.text == "propagating layouts"] == [10, 20]

@@ -1,0 +1,237 @@
+"""The words and tables of plans: what a person must be able to read off."""
+
+import dataclasses
+
+import pytest
+
+from autoshard.layout import Candidate, Layout, rules
+from autoshard.report import describe, explain, rules_in_words
+from autoshard.report.explain import numerics
+from autoshard.report.words import mebibytes, mesh_in_words, seconds, traffic_in_words
+from autoshard.trial import (
+    Collective,
+    DeviceProfile,
+    Estimate,
+    Failure,
+    Kind,
+    Measurement,
+    Rung,
+    Stage,
+    Trial,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (2.5, "2.50 s"), (1.0, "1.00 s"), (0.0125, "12.5 ms"), (42e-6, "42 us")],
+)
+def test_durations(value, text):
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (2048, "2 KiB"), (3 << 19, "1.5 MiB"),
+     (5 << 29, "2.50 GiB")],
+)  # fmt: skip
+def test_sizes(value, text):
+    assert mebibytes(value) == text
+
+
+MESH = (("x", 4), ("y", 2))
+
+
+@pytest.mark.parametrize(
+    ("compute", "storage", "text"),
+    [
+        ({}, {}, "everything replicated"),
+        ({"batch": "x"}, {}, "batch over x"),
+        ({"batch": "x"}, {"embed": "x"}, "batch over x; store embed over x"),
+        ({"mlp": ("x", "y")}, {"mlp": ("x", "y")}, "mlp over x+y"),
+        ({"mlp": "x"}, {}, "mlp over x; store mlp whole"),
+        ({"mlp": "x"}, {"mlp": "y"}, "mlp over x; store mlp over y"),
+    ],
+)
+def test_rules(compute, storage, text):
+    layout = Layout(mesh=MESH, compute=rules(compute), storage=rules(storage))
+    assert rules_in_words(layout) == text
+    assert mesh_in_words(layout) == "x=4 y=2"
+
+
+def test_other_words():
+    assert mesh_in_words(Layout(mesh=())) == "1 device"
+    assert rules_in_words(Layout(mesh=MESH, as_written=True)) == "the step's own constraints"
+    assert rules_in_words(Layout(mesh=MESH, occurrences=(("scores", 1),))) == (
+        "occurrence 1 of scores"
+    )
+    assert traffic_in_words({}) == traffic_in_words({"all_gather": 0}) == "nothing"
+    assert traffic_in_words({"all_reduce": 2048, "all_gather": 3 << 20}) == (
+        "all-gather 3.0 MiB, all-reduce 2 KiB"
+    )
+
+
+def estimate(rung=Rung.COMPILE, sent=1 << 20, **changes):
+    fields = {
+        "rung": rung,
+        "time_s": 0.01,
+        "compute_s": 0.005,
+        "communication_s": 0.005,
+        "peak_memory_bytes": 1 << 20,
+        "state_bytes": 1 << 19,
+        "flops": 1e9,
+        "bytes_accessed": 1e6,
+        "op_count": 10,
+        "collectives": (
+            Collective(kind="all_reduce", group_size=8, mesh_axes=("x",), bytes=sent, count=1),
+        ),
+    }
+    return Estimate(**{**fields, **changes})
+
+
+def measurement(seconds_, **changes):
+    fields = {"samples_s": (seconds_,) * 3, "rounds": (0, 1, 2)}
+    return Measurement(**{**fields, **changes})
+
+
+def trial(name, mesh=MESH, compute=None, **changes):
+    layout = Layout(mesh=mesh, compute=rules(compute or {name or "found": "x"}))
+    fields = {
+        "candidate": Candidate(layout=layout),
+        "propagated": estimate(Rung.PROPAGATE),
+        "baseline": name,
+    }
+    return Trial(**{**fields, **changes})
+
+
+def planned(searched, trials, ranking=(0,), **evidence):
+    """A plan like the fixture's, with other evidence."""
+
+    class Shown:
+        layout = trials[0].candidate.layout
+        mesh = searched.plan.mesh
+
+        @property
+        def trial(self):
+            return trials[ranking[0]]
+
+    shown = Shown()
+    shown.evidence = dataclasses.replace(
+        searched.plan.evidence,
+        trials=tuple(trials),
+        ranking=tuple(ranking),
+        **{"notes": (), **evidence},
+    )
+    return shown
+
+
+def test_the_table_has_a_row_for_each_finalist_and_each_baseline(searched):
+    text = str(searched.plan)
+    lines = text.splitlines()
+    assert lines[0] == "Plan for 8 fake cpu devices (finished)"
+    head = next(i for i, line in enumerate(lines) if line.startswith("#  layout"))
+    rows = lines[head + 1 : lines.index("", head + 1)]
+    evidence = searched.plan.evidence
+    names = [evidence.trials[i].baseline or "found" for i in evidence.ranking]
+    assert [row.split("  ")[1] for row in rows[: len(names)]] == names
+    assert [row.split()[0] for row in rows] == [str(n) for n in range(1, len(rows) + 1)]
+    for name in {t.baseline for t in evidence.trials if t.baseline}:
+        assert any(name in row for row in rows)
+    assert "1.00" in rows[0] and ("ms" in rows[0] or "us" in rows[0]) and "KiB" in rows[0]
+    for wanted in ("Rules:", "The winner", "Numerics: exact", "Search: ", "Where a device's step"):
+        assert wanted in text
+    assert f"{len(evidence.trials)} candidates" in text
+
+
+def test_failures_are_shown_also_of_a_baseline_that_has_siblings(searched):
+    crash = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="\nsegfault\nat 0x0")
+    oom = Failure(stage=Stage.PROPAGATE, kind=Kind.OOM, message="needs 2 MiB")
+    trials = [
+        trial("FSDP", compiled=estimate()),
+        trial("tensor parallel", compute={"a": "x"}),
+        trial("tensor parallel", compute={"b": "x"}, compiled=crash),
+        trial("tensor parallel", compute={"c": "x"}, compiled=oom),
+        trial("", compute={"d": "x"}, compiled=crash),
+        trial("replicated", compute={}, propagated=oom),
+    ]
+    text = describe(planned(searched, trials))
+    assert text.count("failed in compile: crash, segfault") == 2
+    assert text.count("needs 2 MiB") == 1, "only of the baseline that has nothing better"
+
+
+def test_what_was_dropped_is_told_once_each_and_cut_off(searched):
+    dropped = tuple(f"state['w{i}'][0]: mlp of 7 is not divisible by x=4" for i in range(20))
+    trials = [trial("FSDP", compiled=estimate(dropped=dropped))]
+    text = describe(planned(searched, trials, notes=("a note",)))
+    assert text.count("not divisible") == 12 and "and 8 more" in text
+    assert "Note: a note" in text
+
+
+def test_warnings_of_the_partitioner_are_told(searched):
+    warned = estimate(warnings=("full rematerialization of dot", "and another"))
+    text = describe(planned(searched, [trial("FSDP", compiled=warned)]))
+    assert "warned of 2 bad reshards, first: full rematerialization of dot" in text
+
+
+def test_why_the_winner_wins(searched):
+    slower = trial("FSDP", compiled=estimate(sent=4 << 20), profiled=measurement(0.02))
+    best = trial("", compiled=estimate(), profiled=measurement(0.01))
+    text = explain(planned(searched, [best, slower]))
+    assert text == (
+        "The winner takes 10.0 ms a step; 2.00 x as fast as FSDP, the best other baseline, in the"
+        " same rounds: it sends 1.0 MiB a step instead of 4.0 MiB (all-reduce 1.0 MiB instead of"
+        " 4.0 MiB)."
+    )
+    alike = trial("FSDP", compiled=estimate(), profiled=measurement(0.01))
+    assert "as long as FSDP" in explain(planned(searched, [best, alike]))
+    better = trial("FSDP", compiled=estimate(), profiled=measurement(0.008))
+    assert "1.25 x as long as FSDP" in explain(planned(searched, [best, better]))
+
+
+@pytest.mark.parametrize(
+    ("mine", "reason"),
+    [
+        ({"flops": 5e8}, "each device computes 0.50 of the operations"),
+        ({"bytes_accessed": 5e5}, "it moves 488 KiB through memory a step instead of 977 KiB"),
+        ({"collectives": ()}, "it sends 0 B a step instead of 1.0 MiB"),
+        ({}, "alike, and the measurement decides"),
+    ],
+)
+def test_the_reason_is_the_largest_difference(searched, mine, reason):
+    best = trial("", compiled=estimate(**mine), profiled=measurement(0.01))
+    rival = trial("FSDP", compiled=estimate(), profiled=measurement(0.02))
+    assert reason in explain(planned(searched, [best, rival]))
+
+
+def test_without_measurements_the_prediction_speaks(searched):
+    best = trial("FSDP", compiled=estimate(time_s=0.01))
+    rival = trial("replicated", compute={"r": "x"}, compiled=estimate(time_s=0.03))
+    text = explain(planned(searched, [best, rival]))
+    assert text.startswith(
+        "The winner (it is the baseline 'FSDP') is predicted to take 10.0 ms a step, replicated"
+        " 30.0 ms: "
+    )
+    assert "is the only layout that could be judged" in explain(planned(searched, [best]))
+    single = trial("replicated", mesh=(), compute={"r": ()}, compiled=estimate())
+    assert explain(planned(searched, [single])) == "There is one device: nothing is sharded."
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("exact", "agrees with the unsharded step (largest relative error 1.0e-06 at state['w'])"),
+        ("relative", "agrees with another layout that fits"),
+        ("reduced", "the unsharded step on a smaller batch"),
+        ("unchecked", "Numerics: unchecked."),
+    ],
+)
+def test_the_state_of_the_numerics_check(searched, kind, words):
+    checked = measurement(
+        0.01,
+        numerics=kind,
+        numerics_error=None if kind == "unchecked" else 1e-6,
+        numerics_where="state['w']",
+        devices=(DeviceProfile(device="0", compute_s=1e-3, communication_s=2e-3, idle_s=3e-3),),
+    )
+    plan = planned(searched, [trial("FSDP", compiled=estimate(), profiled=checked)])
+    assert words in numerics(plan)
+    assert "compute 1.0 ms, communication 2.0 ms, idle 3.0 ms" in describe(plan)
