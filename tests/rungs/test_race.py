@@ -42,7 +42,7 @@ class Machine:
         self.loaded.remove(name)
 
 
-TIMES = {"a": 0.11, "b": 0.10, "c": 0.14, "d": 0.30}
+TIMES = {"a": 0.11, "b": 0.10, "c": 0.14, "d": 0.17}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -93,10 +93,31 @@ def test_each_round_runs_every_survivor_once_in_changing_order():
 
 
 def test_nobody_is_dropped_on_fewer_than_five_rounds():
-    machine = Machine({"a": 0.1, "b": 10.0}, noise=1e-6)
+    machine = Machine({"a": 0.1, "b": 0.19}, noise=1e-6)
     result = race(["a", "b"], machine.run, seed=0)
     assert (result.ended, result.rounds) == ("one left", 5)
     assert len(set(result.runners[1].rounds)) == 5
+
+
+def test_the_hopeless_leave_after_two_rounds():
+    machine = Machine({"a": 0.1, "b": 0.21, "c": 0.11}, noise=1e-6, drift=0)
+    result = race(list("abc"), machine.run, seed=0)
+    hopeless = result.runners[1]
+    assert hopeless.dropped == 1 and "more than 2 times" in hopeless.reason
+    assert len(set(hopeless.rounds)) == 2
+    assert result.winner == "a"
+
+
+def test_one_slow_round_makes_nobody_hopeless():
+    machine = Machine({"a": 0.1, "b": 0.1}, noise=1e-6, drift=0)
+    slow = iter([3.0])
+
+    def run(name, steps):
+        factor = next(slow, 1.0) if name == "b" and len(machine.turns) > 2 else 1.0
+        return tuple(factor * s for s in machine.run(name, steps))
+
+    result = race(["a", "b"], run, seed=0, settings=RaceSettings(max_rounds=4))
+    assert [r.dropped for r in result.runners] == [None, None]
 
 
 def test_equal_leaders_tie_and_weather_does_not_hide_it():
