@@ -2,8 +2,9 @@
 
 A matrix product, a chain of transcendental operations, a copy, many tiny kernels, and each
 collective in the smallest and the largest group. All samples are taken in rounds over every probe,
-and the median of each is used: the machine's speed drifts. What is kept is a JSON file with the
-date and a digest; a target is calibrated once.
+and the least of each is used: what else runs on the machine only ever adds time, and on a busy one
+the medians of a probe and of the empty program that is taken off it can come in the wrong order.
+What is kept is a JSON file with the date and a digest; a target is calibrated once.
 """
 
 import contextlib
@@ -13,7 +14,6 @@ import hashlib
 import json
 import os
 import pathlib
-import statistics
 import time
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.cost import KINDS, Constants, LinkCost
 from autoshard.target import Target
 
-REVISION = 3
+REVISION = 4
 _ROUNDS = 5
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
@@ -65,7 +65,7 @@ def calibrate(target: Target) -> Constants:
             start = time.perf_counter()
             probe()
             samples[name].append(time.perf_counter() - start)
-    seconds = {name: statistics.median(s) for name, s in samples.items()}
+    seconds = {name: min(s) for name, s in samples.items()}
     idle = seconds["nothing"]
 
     def above(name: object) -> float:

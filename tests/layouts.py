@@ -9,9 +9,11 @@ NAMES = ("x", "y", "z", "w")
 
 
 @st.composite
-def layouts(draw: st.DrawFn, axes: tuple[str, ...] = AXES) -> Layout:
-    """Any layout on meshes of up to four axes of sizes 1 to 4, canonical or not."""
-    sizes = draw(st.lists(st.integers(1, 4), max_size=4))
+def layouts(
+    draw: st.DrawFn, axes: tuple[str, ...] = AXES, sizes_of: tuple[int, ...] = (1, 2, 3, 4)
+) -> Layout:
+    """Any layout on meshes of up to four axes, canonical or not."""
+    sizes = draw(st.lists(st.sampled_from(sizes_of), max_size=4))
     mesh = tuple(zip(NAMES, sizes, strict=False))
     names = [name for name, _ in mesh]
     to = st.lists(st.sampled_from(names), unique=True, max_size=3) if names else st.just([])

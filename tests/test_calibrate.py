@@ -29,7 +29,9 @@ def measuring(monkeypatch, constants):
 def test_every_constant_is_measured_and_makes_sense(constants):
     assert constants.device_count == 8 and constants.shared and constants.date
     assert 1e8 < constants.contract_flops_per_s < 1e14
-    assert 1e7 < constants.element_flops_per_s < constants.contract_flops_per_s * 10
+    assert 1e7 < constants.element_flops_per_s < 1e13, (
+        "more than 1e14 when noise was taken for work"
+    )
     assert 1e8 < constants.bandwidth_bytes_per_s < 1e13
     assert 0 < constants.launch_s < 1e-2
     assert {(x.kind, x.group_size) for x in constants.links} == {

@@ -12,6 +12,7 @@ from autoshard.rungs.traces import read_trace
 from autoshard.trial import DeviceProfile, Failure, Measurement
 
 _TRACED_STEPS = 2
+_LEAST_ROUNDS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +124,20 @@ def judge(
         bench.unload(name)
     racing = [f for f in finalists if f.name in checked]
     on_progress(0, f"racing {len(racing)} programs")
+    asked = 0
+
+    def stop() -> bool:
+        """Who passed the check runs two rounds at least: there is something to plan by."""
+        nonlocal asked
+        asked += 1
+        return asked > _LEAST_ROUNDS and should_stop()
+
     result = race(
         [f.name for f in racing],
         bench.run,
         seed=seed,
         settings=settings,
-        should_stop=should_stop,
+        should_stop=stop,
         load=lambda name: bench.load(name, by_name[name].module),
         unload=bench.unload,
         candidate_bytes={f.name: f.peak_bytes for f in racing},
