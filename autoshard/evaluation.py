@@ -7,11 +7,12 @@ import jax
 import numpy as np
 
 from autoshard.analysis import analyse
+from autoshard.axes import Axes
 from autoshard.compat import jaxprs
 from autoshard.compat.noise import quiet
 from autoshard.layout import Layout, rules
 from autoshard.lowering import constrained_step, shapes, shardings
-from autoshard.program import trace_function
+from autoshard.program import Program, trace_function
 from autoshard.specs import resolve
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ class Evaluation:
         if not layout.mesh or layout.as_written:
             return jax.jit(jaxprs.as_function(program.step)), out_tree
         analysis = analyse(program, plan.platform)
-        known = {a.name for a in analysis.axes.axes if not a.is_loop}
+        names = _plans_names(program, analysis.axes, plan)
+        compute, storage = dict(layout.compute), dict(layout.storage)
         usable = Layout(
             mesh=layout.mesh,
-            compute=rules({a: to for a, to in layout.compute if a in known}),
-            storage=rules({a: to for a, to in layout.storage if a in known}),
+            compute=rules({a: compute[b] for a, b in names.items() if b in compute}),
+            storage=rules({a: storage[b] for a, b in names.items() if b in storage}),
             occurrences=layout.occurrences,
         )
         specs = resolve(program, analysis.axes, analysis.sites.sites, usable)
@@ -65,9 +67,28 @@ class Evaluation:
 
         def run(*flat: Any) -> Any:
             placed = [
-                x if i < count else jax.device_put(x, s)
-                for i, (x, s) in enumerate(zip(flat, given, strict=True))
+                x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
+                for x, s in zip(flat, given, strict=True)
             ]
             return compiled(*placed)
 
         return run, out_tree
+
+
+def _plans_names(program: Program, axes: Axes, plan: "Plan") -> dict[str, str]:
+    """Logical axis of an evaluation function -> the plan's axis that lies along the same leaves.
+
+    Names alone would not do: without the optimizer's arithmetic parameters and their moments are no
+    longer tied, and an axis may be named by another leaf.
+    """
+    usable = {a.name for a in axes.axes if not a.is_loop}
+    known = {leaf.path: d for leaf, d in zip(plan.program.inputs, plan.axes.inputs, strict=True)}
+    names: dict[str, str] = {}
+    for leaf, dims in zip(program.inputs, axes.inputs, strict=True):
+        for here, there in zip(dims, known.get(leaf.path, ()), strict=False):
+            if len(here) == len(there):
+                for (name, _), (plans, _) in zip(here, there, strict=True):
+                    if name in usable and plans is not None:
+                        names.setdefault(name, plans)
+    shared = usable & {a.name for a in plan.axes.axes}
+    return {**{name: name for name in shared}, **names}

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autoshard.analysis import Analysis
+from autoshard.axes import Axes
 from autoshard.compat.noise import quiet
 from autoshard.errors import PlanError
 from autoshard.layout import Candidate, Layout, Spec
@@ -86,6 +87,11 @@ class Plan:
     @property
     def program(self) -> Program:
         return self._analysis.program
+
+    @property
+    def axes(self) -> Axes:
+        """The logical axes its rules name."""
+        return self._analysis.axes
 
     @property
     def target(self) -> Target:

@@ -8,7 +8,11 @@ import pytest
 import autoshard
 from autoshard.errors import PlanError, WorkloadError
 from autoshard.lowering import lower_step
+from autoshard.plan import Evidence, Plan
+from autoshard.program import trace
+from autoshard.strategy import baselines
 from autoshard.subjects import make_subject
+from autoshard.target import find_target
 from autoshard.trial import Estimate, Measurement
 from tests import workloads
 
@@ -173,9 +177,34 @@ def test_evaluation_equals_the_unsharded_one_for_any_batch_size(plan, unsharded)
 
 
 def test_evaluation_takes_host_batches_and_states(plan, unsharded):
-    batch = jax.tree.map(np.asarray, workloads.batch_of(3))
-    got = plan.jit(lambda s, b: evaluate(s, b)["loss"])(plan.place(unsharded[0][0]), batch)
-    assert_close(got, evaluate(unsharded[0][0], batch)["loss"])
+    host = jax.tree.map(np.asarray, workloads.batch_of(3))
+    run = plan.jit(lambda s, b: evaluate(s, b)["loss"])
+    expected = evaluate(unsharded[0][0], host)["loss"]
+    for batch in (host, jax.device_put(host, jax.devices()[3]), plan.put(host)):
+        assert_close(run(plan.place(unsharded[0][0]), batch), expected)
+    assert_close(run(unsharded[0][0], host), expected)
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "data parallel", "FSDP"])
+def test_evaluation_is_divided_as_the_step_is(kind, monkeypatch):
+    """Each device multiplies its part, and no weight is gathered that the step would not gather."""
+    target = find_target(jax.devices())
+    subject = make_subject(trace(workloads.mlp()), target, "free", None)
+    layout = next(b for b in baselines(subject.space) if b.name == kind).candidate.layout
+    plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
+    compile_, programs = jax.stages.Lowered.compile, []
+
+    def compile_and_keep(lowered):
+        programs.append(compile_(lowered))
+        return programs[-1]
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_keep)
+    state = plan.init()
+    plan.jit(lambda s, b: evaluate(s, b)["loss"])(state, workloads.batch_of(0, 16))
+    text = programs[-1].as_text()
+    rows, columns = (16, 128 // 8) if kind == "tensor parallel" else (16 // 8, 128)
+    assert f"f32[{rows},{columns}]{{1,0}} dot(" in text
+    assert ("all-gather" in text) == (kind == "FSDP")
 
 
 def test_evaluation_errors_are_the_users_own(plan):
