@@ -3,7 +3,6 @@
 Rung 2, rung 3 and the plan all lower through here, so that what is judged is what runs.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -167,11 +166,3 @@ def _array(leaf: Leaf, spec: Spec) -> ArraySpec:
     if leaf.is_key:  # a threefry key is two 32-bit words
         return ArraySpec(path=leaf.path, shape=(*leaf.shape, 2), dtype="uint32", spec=(*spec, ()))
     return ArraySpec(path=leaf.path, shape=leaf.shape, dtype=np.dtype(leaf.dtype).name, spec=spec)
-
-
-def local_bytes(module: Module) -> int:
-    """Bytes of the inputs on one device."""
-    sizes = dict(module.mesh)
-    return sum(
-        x.bytes // math.prod(sizes[m] for axes in x.spec for m in axes) for x in module.inputs
-    )

@@ -5,7 +5,7 @@ So every leaf of the state, optimizer moments included, is compared by what the 
 `||dx - dx_ref|| / ||dx_ref||` over the leaf, in float64 on the host.
 
 What that alone would get wrong is rounding. Some changes are nothing but rounding noise: the
-gradient of an attention key bias is zero but for it; adam divides noise by noise, so that
+gradient of a bias that cancels is zero but for it; adam divides noise by noise, so that
 elements with no gradient move by a full step in a random direction; a bf16 parameter moves by
 less than its last bit. No tolerance on the result can be right for those and strict for the rest.
 So the reference runs again from a state and batch whose floats are perturbed by about one unit in
