@@ -4,6 +4,8 @@ from autoshard.api import load_plan as load_plan
 from autoshard.api import search as search
 from autoshard.budget import Budget as Budget
 from autoshard.budget import Event as Event
+from autoshard.catalogue import CatalogueError as CatalogueError
+from autoshard.catalogue import targets as targets
 from autoshard.errors import AutoshardError as AutoshardError
 from autoshard.errors import JournalError as JournalError
 from autoshard.errors import LayoutError as LayoutError

@@ -1,6 +1,7 @@
 """The public functions: `search` and `load_plan`."""
 
 import concurrent.futures
+import dataclasses
 import datetime
 import os
 import pathlib
@@ -11,9 +12,12 @@ from jax.sharding import Mesh
 
 from autoshard.budget import Budget, Callback
 from autoshard.calibrate import calibrated
+from autoshard.compat.noise import start_jax
+from autoshard.cost import CostModel, catalogued
 from autoshard.driver import Found, Subject, run_search
 from autoshard.errors import NoPlanError
 from autoshard.journal import Journal, opened
+from autoshard.network import Network
 from autoshard.no_plan import why_no_plan
 from autoshard.plan import Evidence, Plan
 from autoshard.strategy import Strategy
@@ -37,6 +41,7 @@ def search(
     executor: concurrent.futures.Executor | None = None,
     strategy: Strategy | None = None,
     calibration: str | os.PathLike[str] | None = None,
+    hardware: str | os.PathLike[str] | None = None,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
 ) -> Plan:
@@ -44,7 +49,9 @@ def search(
 
     Args:
       model_fn: called with one value for each knob; returns a `Workload`.
-      mesh: a `jax.sharding.Mesh` (its devices count; its shape is the first candidate) or devices.
+      mesh: a `jax.sharding.Mesh` (its devices count; its shape is the first candidate), devices, or
+        the name of hardware that is not here: chip and shape, such as "v5p:4x4x4", "v5e:16x16*2"
+        for two slices, "h100:4x8" for 4 hosts of 8. `autoshard.targets()` lists the chips.
       knobs: name -> values to try; every combination is searched.
       mesh_shape: "free", or "fixed" to keep the given mesh's shape.
       fix: logical axis -> mesh axes, or the path of a state leaf -> PartitionSpec, to pin.
@@ -56,6 +63,7 @@ def search(
       executor: where programs are compiled; default two worker processes here.
       strategy: who chooses candidates; default exhaustive in small spaces, else beam search.
       calibration: folder that keeps calibrations of live targets; default in the user's cache.
+      hardware: a catalogue file with chips or links of your own, or with corrected figures.
       seed: of every random choice.
       callbacks: called with an `Event` now and then.
 
@@ -64,26 +72,29 @@ def search(
 
     Raises:
       WorkloadError: a model_fn, step, init or batch that cannot be searched.
-      TargetError: `mesh` names no usable devices.
+      TargetError: `mesh` names no usable devices, or hardware whose compiler is not installed.
       LayoutError: `fix` names nothing, or mesh axes that there are not.
       JournalError: not a journal, damaged, or of another schema.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
     """
     if not 0 <= memory_headroom < 1:
         raise ValueError(f"memory_headroom must be in [0, 1), got {memory_headroom}")
-    target = find_target(mesh, memory_bytes)
+    target = find_target(mesh, memory_bytes, hardware)
+    if not target.is_here:
+        start_jax()
+        budget = dataclasses.replace(budget, profiles=0)
     limit = int(target.memory_bytes * (1 - memory_headroom))
     with opened(journal) as log:
         programs, notes = trace_all(model_fn, knobs, keep_constraints)
-        if budget.profiles:
+        if target.is_here and budget.profiles:
             check_samples(programs, seed)
         subjects = [make_subject(p, target, mesh_shape, fix) for p in programs]
-        constants = calibrated(target, calibration)
+        cost = cost_model(target, calibration)
         folder = log.path.parent if log.path is not None else None
         found = run_search(
             subjects,
             target,
-            constants,
+            cost,
             budget=budget,
             journal=log,
             executor=executor,
@@ -94,8 +105,8 @@ def search(
             folder=pathlib.Path(folder).absolute() if folder is not None else None,
         )
     if not found.ranking:
-        raise NoPlanError(why_no_plan(found, subjects, target, limit))
-    return _plan(found, subjects, target, limit, tuple(notes), constants.digest)
+        raise NoPlanError(why_no_plan(found, subjects, target, cost.constants, limit))
+    return _plan(found, subjects, target, limit, tuple(notes), cost.constants.digest)
 
 
 def _plan(
@@ -151,3 +162,10 @@ def load_plan(
         `differences` lists them field by field.
     """
     return checked_plan(path, model_fn, find_target(mesh, memory_bytes), check_target)
+
+
+def cost_model(target: Target, calibration: str | os.PathLike[str] | None = None) -> CostModel:
+    """The model of time of a target: calibrated where it is here, else from the catalogue."""
+    if target.topology is not None:
+        return CostModel(catalogued(target.topology), network=Network(target.topology))
+    return CostModel(calibrated(target, calibration))

@@ -1,23 +1,28 @@
 """The one model of time that rungs 1 and 2 share, and its constants.
 
 Time of a step = sum over kernels of max(operations / rate, bytes / bandwidth) + launch, plus for
-each collective latency + bytes / bandwidth of its group (alpha-beta model; ring and tree costs are
-in the measured or catalogued alpha and beta of each kind and group size). Devices of a fake mesh
-share the cores of one host: there the rates are the host's, and the work of all devices adds up.
+each collective latency + bytes / bandwidth of its group. On live devices both are measured for each
+kind and group size (alpha-beta model); for hardware that is not here they follow from the links the
+group runs over (`network`). Devices of a fake mesh share the cores of one host: there the rates are
+the host's, and the work of all devices adds up.
 
-Not modelled: overlap of communication with computation, cache effects between kernels.
+Not modelled here: overlap of communication with computation (rung 2 reads it off the schedule),
+cache effects between kernels.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
+from autoshard.network import MeshShape, Network, collective_s
+from autoshard.topology import Topology
 from autoshard.trial import Collective
 
-MODEL_REVISION = 2
+MODEL_REVISION = 3
 """Part of every journal key: raise it when a change here changes estimates."""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
@@ -45,15 +50,18 @@ class Constants:
     Attributes:
       device: kind of device, for messages and keys.
       device_count: devices it was measured or catalogued for.
-      contract_flops_per_s: matrix products and convolutions.
+      contract_flops_per_s: matrix products and convolutions of other dtypes than the next names.
+      contract_by_dtype: the same by dtype of the operands, sorted by name.
       element_flops_per_s: everything else, one operation an element.
       bandwidth_bytes_per_s: memory traffic.
       launch_s: fixed cost of a kernel.
       shared: the rates are of a host whose cores all devices share.
       forms_reduce_scatter: the compiler makes one reduce-scatter of an all-reduce whose result is
         sliced along the same axes; else the whole is reduced and then cut.
-      links: measured or catalogued collectives.
-      date: ISO date of the calibration, or of the catalogue entry.
+      links: measured collectives; () where the network says what they cost.
+      date: ISO date of the calibration; "" for the catalogue's figures.
+      clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
+      source: what else the figures depend on: topology and digest of its catalogue entry.
     """
 
     device: str
@@ -66,6 +74,9 @@ class Constants:
     forms_reduce_scatter: bool
     links: tuple[LinkCost, ...]
     date: str
+    contract_by_dtype: tuple[tuple[str, float], ...] = ()
+    clock_hz: float = 0.0
+    source: str = ""
 
     @property
     def digest(self) -> str:
@@ -78,7 +89,29 @@ class Constants:
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "Constants":
         links = tuple(LinkCost(**link) for link in data["links"])  # type: ignore[attr-defined]
-        return Constants(**{**data, "links": links})  # type: ignore[arg-type]
+        by_dtype = tuple((str(d), float(r)) for d, r in data.get("contract_by_dtype", ()))  # type: ignore[attr-defined]
+        return Constants(**{**data, "links": links, "contract_by_dtype": by_dtype})  # type: ignore[arg-type]
+
+
+def catalogued(topology: Topology) -> Constants:
+    """The constants of hardware that is not here, from its catalogue entry."""
+    chip = topology.chip
+    by_dtype = tuple(sorted((dtype, figure.value) for dtype, figure in chip.flops.items()))
+    return Constants(
+        device=chip.device_kind,
+        device_count=topology.device_count,
+        contract_flops_per_s=dict(by_dtype).get("f32", by_dtype[0][1]),
+        contract_by_dtype=by_dtype,
+        element_flops_per_s=chip.element_flops.value,
+        bandwidth_bytes_per_s=chip.memory_bandwidth.value,
+        launch_s=chip.launch_s.value,
+        shared=False,
+        forms_reduce_scatter=True,
+        links=(),
+        date="",
+        clock_hz=chip.clock_hz.value if chip.clock_hz else 0.0,
+        source=f"{topology.name} {chip.digest}",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,28 +122,68 @@ class Correction:
     communication: float = 1.0
 
 
-class CostModel:
-    """Seconds of kernels and collectives on one target."""
+class Kernel(Protocol):
+    """What a compiled kernel does, as `hlo.timeline.Work` says it."""
 
-    def __init__(self, constants: Constants, correction: Correction | None = None):
+    @property
+    def matmul_flops(self) -> tuple[tuple[str, float], ...]: ...
+    @property
+    def element_flops(self) -> float: ...
+    @property
+    def bytes(self) -> float: ...
+    @property
+    def cycles(self) -> int | None: ...
+
+
+class CostModel:
+    """Seconds of kernels and collectives on one target.
+
+    Args:
+      network: the links of hardware that is not here; None where the constants hold measured ones.
+    """
+
+    def __init__(
+        self,
+        constants: Constants,
+        correction: Correction | None = None,
+        network: Network | None = None,
+    ):
         self.constants = constants
         self.correction = correction or Correction()
-        by_kind: dict[str, list[LinkCost]] = {}
-        for link in constants.links:
-            by_kind.setdefault(link.kind, []).append(link)
-        self._links = {k: sorted(v, key=lambda x: x.group_size) for k, v in by_kind.items()}
+        self._network = network
+        self._by_dtype = dict(constants.contract_by_dtype)
+        self._links: dict[str, tuple[list[int], list[float], list[float]]] = {}
+        for kind in {link.kind for link in constants.links}:
+            own = sorted((x for x in constants.links if x.kind == kind), key=lambda x: x.group_size)
+            self._links[kind] = (
+                [x.group_size for x in own],
+                [x.latency_s for x in own],
+                [x.s_per_byte for x in own],
+            )
 
     @property
     def _devices(self) -> int:
         """How many devices' work adds up."""
         return self.constants.device_count if self.constants.shared else 1
 
+    def rate(self, dtype: str) -> float:
+        """Operations a second of products whose operands have this dtype; "" for all else."""
+        if not dtype:
+            return self.constants.element_flops_per_s
+        return self._by_dtype.get(dtype, self.constants.contract_flops_per_s)
+
     def kernels_s(
-        self, flops: np.ndarray, bytes_: np.ndarray, trips: np.ndarray, contracts: np.ndarray
+        self, flops: np.ndarray, bytes_: np.ndarray, trips: np.ndarray, dtypes: Sequence[str]
     ) -> float:
-        """Seconds of all kernels of a step; arrays of one entry a kernel, for one device."""
+        """Seconds of all kernels of a step, for one device.
+
+        Args:
+          flops, bytes_, trips: of one entry a kernel.
+          dtypes: of a product's operands; "" for other kernels.
+        """
         c = self.constants
-        rate = np.where(contracts, c.contract_flops_per_s, c.element_flops_per_s)
+        rates = {dtype: self.rate(dtype) for dtype in set(dtypes)}
+        rate = np.array([rates[dtype] for dtype in dtypes])
         each = np.maximum(flops / rate, bytes_ / c.bandwidth_bytes_per_s) + c.launch_s
         return float(self._devices * np.dot(each, trips)) * self.correction.compute
 
@@ -124,21 +197,47 @@ class CostModel:
         )
         return self._devices * (busy + launches * c.launch_s) * self.correction.compute
 
-    def collective_s(self, kind: str, group_size: int, bytes_: float) -> float:
-        """Seconds of one execution of a collective."""
-        if group_size <= 1:
+    def kernel_s(self, work: Kernel) -> float:
+        """Seconds of one compiled kernel: by the compiler's cycles if it says any, or a roofline."""
+        c = self.constants
+        if work.cycles is not None and c.clock_hz:
+            return self._devices * work.cycles / c.clock_hz * self.correction.compute
+        busy = sum(flops / self.rate(dtype) for dtype, flops in work.matmul_flops)
+        busy += work.element_flops / c.element_flops_per_s
+        each = max(busy, work.bytes / c.bandwidth_bytes_per_s) + c.launch_s
+        return self._devices * each * self.correction.compute
+
+    def collective_s(self, one: Collective, mesh: MeshShape) -> float:
+        """Seconds of one execution of a collective on a mesh."""
+        if one.group_size <= 1:
             return 0.0
-        links = self._links.get(kind) or self._links.get("all_gather")
+        if self._network is not None:
+            spans = self._network.spans(one.mesh_axes, one.group_size, mesh)
+            return collective_s(one.kind, spans, one.bytes) * self.correction.communication
+        links = self._links.get(one.kind) or self._links.get("all_gather")
         if not links:
             return 0.0
         # Between two measured group sizes both constants are taken to be linear in the size.
-        sizes = [link.group_size for link in links]
-        latency = float(np.interp(group_size, sizes, [x.latency_s for x in links]))
-        per_byte = float(np.interp(group_size, sizes, [x.s_per_byte for x in links]))
-        return (latency + per_byte * bytes_) * self.correction.communication
+        sizes, latencies, per_bytes = links
+        latency = float(np.interp(one.group_size, sizes, latencies))
+        per_byte = float(np.interp(one.group_size, sizes, per_bytes))
+        return (latency + per_byte * one.bytes) * self.correction.communication
 
-    def collectives_s(self, collectives: Iterable[Collective]) -> float:
-        return sum(self.collective_s(c.kind, c.group_size, c.bytes) * c.count for c in collectives)
+    def collectives_s(self, collectives: Iterable[Collective], mesh: MeshShape) -> float:
+        return sum(self.collective_s(c, mesh) * c.count for c in collectives)
+
+
+class MeshPrices:
+    """The same model for programs compiled for one mesh, as `hlo.timeline` asks it."""
+
+    def __init__(self, cost: CostModel, mesh: MeshShape):
+        self._cost, self._mesh = cost, mesh
+
+    def kernel_s(self, work: Kernel) -> float:
+        return self._cost.kernel_s(work)
+
+    def collective_s(self, one: Collective) -> float:
+        return self._cost.collective_s(one, self._mesh)
 
 
 def fit_correction(

@@ -92,6 +92,7 @@ class KernelTable:
       kernel_flops: (k,) floating-point operations if nothing is sharded, fused chains included.
       kernel_trips: (k,) how often it runs in a step.
       kernel_writes: (k,) 1 if it writes its whole value, 0 if it updates in place.
+      kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`; else "".
       read_kernel, read_value: (r,) which kernel reads which value.
       read_scale: (r,) part of the value that is read.
       live_from, live_to: (n,) positions between which a value holds memory; -1, -1 for none.
@@ -109,7 +110,7 @@ class KernelTable:
     kernel_flops: np.ndarray
     kernel_trips: np.ndarray
     kernel_writes: np.ndarray
-    kernel_contracts: np.ndarray
+    kernel_dtypes: tuple[str, ...]
     read_kernel: np.ndarray
     read_value: np.ndarray
     read_scale: np.ndarray
@@ -119,6 +120,11 @@ class KernelTable:
     length: int
     trips: dict[int, float]
     assumptions: tuple[str, ...]
+
+    @property
+    def kernel_contracts(self) -> np.ndarray:
+        """(k,) whether a kernel is a product or a convolution."""
+        return np.array([dtype != "" for dtype in self.kernel_dtypes], dtype=bool)
 
 
 class _Builder:
@@ -145,6 +151,7 @@ class _Builder:
         self.while_of: dict[int, int] = {}
         self.position = 0
         self.constants: dict[shardy.Value, str] = {}
+        self.dtype_of: dict[int, str] = {}  # of a contraction's operands, by the value it makes
 
     def new(self, value: shardy.Value, op: str, trips: float, parent: int = -1) -> int:
         dims, bits = shardy.shape_and_bits(str(value.type))
@@ -200,6 +207,8 @@ class _Builder:
             index = self.new(result, name, trips)
             self.operands[index] = operands
             self.own_flops[index] = self._flops(op, index)
+            if name in ("stablehlo.dot_general", "stablehlo.convolution"):
+                self.dtype_of[index] = shardy.dtype_of(op.operands[0])
         for i in operands:
             self.uses[i].append((name, first if op.results else -1))
         self.tags[tag] = (first, len(op.results))
@@ -327,7 +336,7 @@ class _Builder:
         kernel_flops: list[float] = []
         kernel_trips: list[float] = []
         kernel_writes: list[float] = []
-        kernel_contracts: list[bool] = []
+        kernel_dtypes: list[str] = []
         read_kernel: list[int] = []
         read_value: list[int] = []
         read_scale: list[float] = []
@@ -345,9 +354,7 @@ class _Builder:
             kernel_trips.append(self.trip_of[v])
             in_place = self.op_of[v] == "stablehlo.dynamic_update_slice"
             kernel_writes.append(0.0 if in_place else 1.0)
-            kernel_contracts.append(
-                self.op_of[v] in ("stablehlo.dot_general", "stablehlo.convolution")
-            )
+            kernel_dtypes.append(self.dtype_of.get(v, ""))
             if in_place:
                 operands = self.operands[v]
                 reads = {operands[1]: 2.0} if len(operands) > 1 else {}
@@ -384,7 +391,7 @@ class _Builder:
             kernel_flops=np.array(kernel_flops),
             kernel_trips=np.array(kernel_trips),
             kernel_writes=np.array(kernel_writes),
-            kernel_contracts=np.array(kernel_contracts, dtype=bool),
+            kernel_dtypes=tuple(kernel_dtypes),
             read_kernel=np.array(read_kernel, dtype=int),
             read_value=np.array(read_value, dtype=int),
             read_scale=np.array(read_scale),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.analysis import Analysis
 from autoshard.compat import jaxprs, shardy
@@ -29,11 +29,13 @@ def partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-def shardings(mesh: Mesh, specs: Sequence[Spec]) -> list[NamedSharding]:
+def shardings(mesh: Mesh | AbstractMesh, specs: Sequence[Spec]) -> list[NamedSharding]:
     return [NamedSharding(mesh, partition_spec(spec)) for spec in specs]
 
 
-def site_shardings(specs: Specs, mesh: Mesh) -> Callable[[Site], NamedSharding | None]:
+def site_shardings(
+    specs: Specs, mesh: Mesh | AbstractMesh
+) -> Callable[[Site], NamedSharding | None]:
     """What each site is pinned to; None for sites that stay open."""
 
     def of(site: Site) -> NamedSharding | None:
@@ -49,7 +51,9 @@ def site_shardings(specs: Specs, mesh: Mesh) -> Callable[[Site], NamedSharding |
     return of
 
 
-def constrained_step(analysis: Analysis, specs: Specs, mesh: Mesh) -> jaxprs.ClosedJaxpr:
+def constrained_step(
+    analysis: Analysis, specs: Specs, mesh: Mesh | AbstractMesh
+) -> jaxprs.ClosedJaxpr:
     """The flat step with the layout's constraint at every site."""
     program = analysis.program
     if not specs.mesh:
@@ -64,7 +68,7 @@ def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wra
 
     The state is donated, the batch never.
     """
-    mesh = target.mesh(specs.mesh)
+    mesh = target.any_mesh(specs.mesh)
     closed = constrained_step(analysis, specs, mesh)
     return jax.jit(
         jaxprs.as_function(closed),
@@ -81,12 +85,12 @@ def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
 
 def lower_step(analysis: Analysis, specs: Specs, target: Target) -> Module:
     """The step as a module that any process can compile."""
-    jitted = jit_step(analysis, specs, target)
-    lowered = jitted.lower(*shapes(analysis.program.inputs))
+    traced = jit_step(analysis, specs, target).trace(*shapes(analysis.program.inputs))
+    lowered = traced.lower(lowering_platforms=(target.lowering_platform,))
     return module_of(
         lowered,
         specs.mesh or (("x", 1),),
-        target.platform,
+        target.lowering_platform,
         analysis.program.inputs,
         specs.inputs,
         analysis.program.outputs,
@@ -100,11 +104,13 @@ def lower_unsharded(program: Program, target: Target) -> Module:
     none = [tuple(() for _ in leaf.shape) for leaf in program.inputs]
     out = [tuple(() for _ in leaf.shape) for leaf in program.outputs]
     jitted = jax.jit(jaxprs.as_function(program.plain), keep_unused=True)
-    lowered = jitted.trace(*shapes(program.inputs)).lower(lowering_platforms=(_platform(target),))
+    lowered = jitted.trace(*shapes(program.inputs)).lower(
+        lowering_platforms=(target.lowering_platform,)
+    )
     return module_of(
         lowered,
         (("x", 1),),
-        target.platform,
+        target.lowering_platform,
         program.inputs,
         none,
         program.outputs,
@@ -119,21 +125,17 @@ def lower_init(program: Program, target: Target) -> Module:
     def flat() -> list[jax.Array]:
         return jax.tree.leaves(program.workload.init())
 
-    lowered = jax.jit(flat).trace().lower(lowering_platforms=(_platform(target),))
+    lowered = jax.jit(flat).trace().lower(lowering_platforms=(target.lowering_platform,))
     return module_of(
         lowered,
         (("x", 1),),
-        target.platform,
+        target.lowering_platform,
         (),
         (),
         program.state,
         [tuple(() for _ in leaf.shape) for leaf in program.state],
         0,
     )
-
-
-def _platform(target: Target) -> str:
-    return {"gpu": "cuda"}.get(target.platform, target.platform)
 
 
 def module_of(

@@ -1,14 +1,23 @@
 """Why no plan can be returned, and what would help, in words."""
 
+import dataclasses
 from collections.abc import Sequence
 
+from autoshard.cost import Constants, CostModel
 from autoshard.driver import Found, Subject
 from autoshard.report.words import mebibytes, mesh_in_words, rules_in_words
+from autoshard.rungs.propagate import Propagator
 from autoshard.target import Target
-from autoshard.trial import Estimate, Failure, Kind, Rung, Trial
+from autoshard.trial import Estimate, Failure, Kind, Stage, Trial
 
 
-def why_no_plan(found: Found, subjects: Sequence[Subject], target: Target, limit_bytes: int) -> str:
+def why_no_plan(
+    found: Found,
+    subjects: Sequence[Subject],
+    target: Target,
+    constants: Constants,
+    limit_bytes: int,
+) -> str:
     """The message of the error: how far the closest candidate is, what would make it fit."""
     if not found.trials and found.ended == "interrupted":
         return "interrupted before a layout was judged"
@@ -21,8 +30,8 @@ def why_no_plan(found: Found, subjects: Sequence[Subject], target: Target, limit
             + "".join(f"\n  {f.message.splitlines()[0]}" for f in failures[:4])
             + "\nCheck the step on one device first: non-finite values there stay non-finite."
         )
-    judged = [(t, i, e) for i, t in enumerate(found.trials) if (e := _known(t)) is not None]
-    too_large = [x for x in judged if x[2].peak_memory_bytes > limit_bytes]
+    judged = [(t, i, n) for i, t in enumerate(found.trials) if (n := _peak(t, target))]
+    too_large = [x for x in judged if x[2] > limit_bytes]
     if not judged or not too_large:
         kinds: dict[str, int] = {}
         example = ""
@@ -32,33 +41,26 @@ def why_no_plan(found: Found, subjects: Sequence[Subject], target: Target, limit
                 example = example or trial.failure.message
         told = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
         return f"every candidate failed ({told or 'none was judged'}); the first: {example[:500]}"
-    trial, index, estimate = min(
-        too_large, key=lambda x: (x[2].rung is not Rung.COMPILE, x[2].peak_memory_bytes)
-    )
-    missing = estimate.peak_memory_bytes - limit_bytes
+    trial, index, peak = min(too_large, key=lambda x: (not _compiler_says(x[0]), x[2]))
+    state = trial.estimate.state_bytes if trial.estimate else 0
     layout = trial.candidate.layout
     lines = [
         f"no layout fits {mebibytes(limit_bytes)} a device on {target.describe()}"
         f" ({target.memory_source}, headroom taken off).",
-        f"The closest needs {mebibytes(estimate.peak_memory_bytes)}, {mebibytes(missing)} too much"
-        f" (state {mebibytes(estimate.state_bytes)}): mesh {mesh_in_words(layout)},"
+        f"The closest needs {mebibytes(peak)}, {mebibytes(peak - limit_bytes)} too much"
+        f" (state {mebibytes(state)}): mesh {mesh_in_words(layout)},"
         f" {rules_in_words(layout)}, knobs {dict(trial.candidate.knobs)}.",
         "It would fit with:",
     ]
-    program = subjects[found.subject[index]].analysis.program
-    working = estimate.peak_memory_bytes - estimate.state_bytes
-    room = limit_bytes - estimate.state_bytes
-    if room > 0:
+    subject = subjects[found.subject[index]]
+    program = subject.analysis.program
+    if limit_bytes > state:
         lines.append(
-            f"  - a batch of about {max(room / working, 0.0):.2f} of this one"
+            f"  - a batch of about {(limit_bytes - state) / (peak - state):.2f} of this one"
             " (if what is not state grows with it),"
         )
-    factor = estimate.peak_memory_bytes / limit_bytes
-    lines.append(
-        f"  - about {int(target.device_count * factor) + 1} devices instead of"
-        f" {target.device_count} (if everything divides),"
-    )
-    lines.append(f"  - memory_bytes of at least {_ceil(estimate, limit_bytes, target)},")
+    lines.append(f"  - {_more_devices(subject, trial, peak, limit_bytes, target, constants)},")
+    lines.append(f"  - memory_bytes of at least {_ceil(peak, limit_bytes, target)},")
     if len(subjects) == 1 and not program.knobs:
         lines.append(
             "  - or a knob that saves memory (remat, gradient accumulation): none was given."
@@ -68,12 +70,60 @@ def why_no_plan(found: Found, subjects: Sequence[Subject], target: Target, limit
     return "\n".join(lines)
 
 
-def _known(trial: Trial) -> Estimate | None:
+def _compiler_says(trial: Trial) -> bool:
+    """Whether its peak is the compiler's own figure."""
+    judged = trial.compiled
+    return isinstance(judged, Estimate) or (
+        isinstance(judged, Failure)
+        and judged.stage is Stage.COMPILE
+        and judged.missing_bytes is not None
+    )
+
+
+def _peak(trial: Trial, target: Target) -> int | None:
+    """Peak memory of a device, as the best judge says it."""
     if isinstance(trial.compiled, Estimate):
-        return trial.compiled
-    return trial.propagated if isinstance(trial.propagated, Estimate) else None
+        return trial.compiled.peak_memory_bytes
+    if isinstance(trial.compiled, Failure) and _compiler_says(trial):
+        room = target.topology.chip.usable_bytes.value if target.topology else target.memory_bytes
+        return int(room) + (trial.compiled.missing_bytes or 0)
+    return trial.propagated.peak_memory_bytes if isinstance(trial.propagated, Estimate) else None
 
 
-def _ceil(estimate: Estimate, limit_bytes: int, target: Target) -> int:
+def _more_devices(
+    subject: Subject,
+    trial: Trial,
+    peak: int,
+    limit_bytes: int,
+    target: Target,
+    constants: Constants,
+) -> str:
+    """How many devices would do: the same rules on more of them, as rung 1 judges them."""
+    layout, here = trial.candidate.layout, trial.propagated
+    if isinstance(here, Estimate) and not layout.as_written and here.peak_memory_bytes:
+        propagator, cost = Propagator(subject.analysis), CostModel(constants)
+        scale = peak / here.peak_memory_bytes  # how far rung 1 is off
+        for factor in (2, 4, 8, 16, 32):
+            for i, (name, size) in enumerate(layout.mesh):
+                mesh = (*layout.mesh[:i], (name, size * factor), *layout.mesh[i + 1 :])
+                space = dataclasses.replace(subject.space, meshes=(mesh,))
+                wider = dataclasses.replace(layout, mesh=mesh)
+                if space.contains(space.candidate(wider)) is not None:
+                    continue
+                judged = propagator.judge(space, wider, cost)
+                if not isinstance(judged, Estimate):
+                    continue
+                needed = judged.peak_memory_bytes * scale
+                if needed <= limit_bytes:
+                    return (
+                        f"{target.device_count * factor} devices instead of"
+                        f" {target.device_count}: by the same rules on {mesh_in_words(wider)} about"
+                        f" {mebibytes(needed)} each"
+                    )
+    count = int(target.device_count * peak / limit_bytes) + 1
+    return f"about {count} devices instead of {target.device_count} (if everything divides)"
+
+
+def _ceil(peak: int, limit_bytes: int, target: Target) -> int:
     """The device memory whose limit, headroom taken off as here, is the candidate's peak."""
-    return 1 - (-estimate.peak_memory_bytes * target.memory_bytes // max(limit_bytes, 1))
+    return 1 - (-peak * target.memory_bytes // max(limit_bytes, 1))

@@ -8,7 +8,7 @@ from typing import Any  # the user's own pytrees have no narrower type
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.analysis import Analysis
 from autoshard.axes import Axes
@@ -60,7 +60,7 @@ class Plan:
     """A sharding plan for one workload on one target. Made by `search` and `load_plan`.
 
     Attributes:
-      mesh: the `jax.sharding.Mesh`, its axes Auto.
+      mesh: the `jax.sharding.Mesh`, its axes Auto; an AbstractMesh where the devices are not here.
       layout: mesh shape, compute rules, storage rules.
       knobs: the knob values the plan was made with.
       state_shardings, batch_shardings: pytrees of NamedSharding.
@@ -77,7 +77,7 @@ class Plan:
         self.layout = layout
         self.knobs: dict[str, str | int | float | bool | None] = dict(space.knobs)
         self.evidence = evidence
-        self.mesh: Mesh = target.mesh(layout.mesh)
+        self.mesh: Mesh | AbstractMesh = target.any_mesh(layout.mesh)
         program = analysis.program
         count = len(program.state)
         flat = shardings(self.mesh, self._specs.inputs)
@@ -116,7 +116,7 @@ class Plan:
     @property
     def platform(self) -> str:
         """The platform programs are lowered for."""
-        return self._target.platform
+        return self._target.lowering_platform
 
     @property
     def candidate(self) -> Candidate:
@@ -134,7 +134,12 @@ class Plan:
         return self._specs
 
     def init(self) -> Any:
-        """The initial state, born sharded: no device ever holds the whole of it."""
+        """The initial state, born sharded: no device ever holds the whole of it.
+
+        Raises:
+          PlanError: the plan is for hardware that is not here; also of the methods below.
+        """
+        self._must_be_here()
         make = jax.jit(self.program.workload.init, out_shardings=self.state_shardings)
         with quiet():
             compiled = make.lower().compile()
@@ -149,6 +154,7 @@ class Plan:
         Raises:
           PlanError: a leaf has another shape or dtype than the plan's state.
         """
+        self._must_be_here()
         leaves = self._flat("state", state, self.program.state, self.program.state_tree)
         placed = [
             # A copy first: device_put may keep an array's own buffers, also as one shard of many.
@@ -164,6 +170,7 @@ class Plan:
           batch: arrays; with one process the global batch, with many this process's part of it
             (the rows its devices hold).
         """
+        self._must_be_here()
         leaves, tree = jax.tree.flatten(batch)
         program = self.program
         if tree != program.batch_tree:
@@ -185,6 +192,7 @@ class Plan:
         The state is donated: use the new one. Its shardings are exactly those of the old, so many
         steps compile once. The batch is never donated. Metrics are replicated.
         """
+        self._must_be_here()
         program = self.program
         flat = self._flat("state", state, program.state, program.state_tree) + self._flat(
             "batch", batch, program.batch, program.batch_tree
@@ -223,6 +231,7 @@ class Plan:
         """
         from autoshard.evaluation import Evaluation
 
+        self._must_be_here()
         return Evaluation(function, self)
 
     def lower(self) -> Module:
@@ -242,6 +251,14 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {self.layout.to_json()} knobs={self.knobs}>"
+
+    def _must_be_here(self) -> None:
+        if not self._target.is_here:
+            raise PlanError(
+                f"the plan is for {self._target.describe()}, which are not here: save it with"
+                " plan.save(path), and where they are load it with autoshard.load_plan(path,"
+                " model_fn, jax.devices())"
+            )
 
     def _flat(self, word: str, tree: Any, leaves: Sequence[Leaf], treedef: Any) -> list[Any]:
         flat, got = jax.tree.flatten(tree)

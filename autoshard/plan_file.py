@@ -48,8 +48,10 @@ def describe_program(program: Program, digest: str) -> dict[str, object]:
 def describe_target(target: Target) -> dict[str, object]:
     return {
         "platform": target.platform,
+        "lowered_for": target.lowering_platform,
         "device_kind": target.device_kind,
         "device_count": target.device_count,
+        "topology": target.topology.name if target.topology else "",
     }
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from autoshard.cost import Correction, fit_correction
-from autoshard.trial import Estimate, Measurement
+from autoshard.trial import Estimate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,6 @@ def _alike(a: Entry, b: Entry) -> bool:
     )
 
 
-def learn(pairs: list[tuple[Estimate, Measurement]]) -> Correction:
-    """How far rung 1 is off, from what rung 3 measured."""
-    return fit_correction((e.compute_s, e.communication_s, m.median_s) for e, m in pairs)
+def learn(pairs: list[tuple[Estimate, float]]) -> Correction:
+    """How far rung 1 is off, from the step times that a higher rung gave, seconds."""
+    return fit_correction((e.compute_s, e.communication_s, seen_s) for e, seen_s in pairs)

@@ -245,7 +245,7 @@ class Space:
         return None
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Candidates one decision away: a rule, an occurrence, or a mesh axis divided in two."""
+        """Candidates one decision away: a rule, an occurrence, a mesh axis divided or moved."""
         return (near for near in self.drafts(candidate) if self.contains(near) is None)
 
     def drafts(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -253,6 +253,11 @@ class Space:
         if candidate.layout.as_written:
             return
         seen = {candidate.layout}
+        for near in self._swapped(candidate.layout):
+            near = self.canonical(near)
+            if near not in seen:
+                seen.add(near)
+                yield self.candidate(near)
         for layout in (candidate.layout, *self._divided(candidate.layout)):
             for near in self._changed(layout):
                 near = self.canonical(near)
@@ -296,6 +301,27 @@ class Space:
             if axis_name in compute or axis_name in storage:
                 flipped = {**occurrences, group: 1 - occurrences.get(group, 0)}
                 yield self.layout(layout.mesh, compute, storage, flipped)
+
+    def _swapped(self, layout: Layout) -> Iterator[Layout]:
+        """The same rules with two mesh axes over each other's links, where that matters."""
+        allowed = {tuple(n for _, n in mesh) for mesh in self.meshes}
+        for i, ((first, m), (second, n)) in enumerate(itertools.pairwise(layout.mesh)):
+            mesh = (*layout.mesh[:i], (first, n), (second, m), *layout.mesh[i + 2 :])
+            if tuple(size for _, size in mesh) not in allowed:
+                continue
+            other = {first: second, second: first}
+            place = {name: k for k, (name, _) in enumerate(mesh)}
+
+            swapped = [
+                rules(
+                    {
+                        a: sorted((other.get(x, x) for x in to), key=place.__getitem__)
+                        for a, to in table
+                    }
+                )
+                for table in (layout.compute, layout.storage)
+            ]
+            yield dataclasses.replace(layout, mesh=mesh, compute=swapped[0], storage=swapped[1])
 
     def _divided(self, layout: Layout) -> Iterator[Layout]:
         """The same layout on a mesh with one axis divided in two, every rule using both halves."""

@@ -117,7 +117,8 @@ def allowed_meshes(
     if mesh_shape != "free":
         raise WorkloadError(f'mesh_shape is "free" or "fixed", got {mesh_shape!r}')
     names = tuple(name for name, _ in target.given)[:3]
-    free = mesh_shapes(target.device_count, names, ordered=bool(fix and target.given))
+    ordered = target.uneven or bool(fix and target.given)
+    free = mesh_shapes(target.device_count, names, ordered=ordered)
     if given and len(given) <= 3:
         return (given, *(m for m in free if m != given))
     return tuple(free)
@@ -156,7 +157,7 @@ def make_subject(
     Args:
       fixed_leaves: (path, spec) pairs on top of `fix`, as a plan file records them.
     """
-    analysis = analyse(program, target.platform)
+    analysis = analyse(program, target.lowering_platform)
     pinned, leaves = read_fix(fix, program, analysis.axes)
     single = {name for name, size in target.given if size == 1}
     pinned = tuple((axis, tuple(m for m in to if m not in single)) for axis, to in pinned)
@@ -185,7 +186,7 @@ def make_subject(
         and program.written is not None
         and not program.keeps_constraints
     ):
-        written = analyse_written(program, analysis, own[0], target.platform)
+        written = analyse_written(program, analysis, own[0], target.lowering_platform)
     space = Space(
         program=program,
         axes=analysis.axes,

@@ -1,4 +1,4 @@
-"""Targets: what the `mesh` argument names. Live devices and fake CPU meshes."""
+"""Targets: what `mesh` names. Live devices, fake CPU meshes, hardware that is not here."""
 
 import dataclasses
 import math
@@ -7,9 +7,15 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from autoshard.catalogue import catalogue
+from autoshard.compat.compilers import require_compiler
+from autoshard.compat.device_order import device_order
+from autoshard.compat.deviceless import Hardware
+from autoshard.compat.jaxprs import abstract_mesh
 from autoshard.errors import TargetError
+from autoshard.topology import Position, Topology, parse_topology
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -17,13 +23,14 @@ class Target:
     """The devices a search plans for.
 
     Attributes:
-      devices: in the order of the given mesh, major to minor.
+      devices: in the order of the given mesh, major to minor; () for hardware that is not here.
       platform: "cpu", "gpu" or "tpu" as JAX names it.
       device_kind: the vendor's name.
       given: the given mesh's shape; () where plain devices were given.
       memory_bytes: what one device can hold.
       memory_source: where that number comes from, for messages.
       shared_host: a fake mesh: all devices share the cores and the memory of one host.
+      topology: of hardware that is not here; else None.
     """
 
     devices: tuple[jax.Device, ...]
@@ -33,50 +40,111 @@ class Target:
     memory_bytes: int
     memory_source: str
     shared_host: bool
+    topology: Topology | None = None
 
     @property
     def device_count(self) -> int:
-        return len(self.devices)
+        return self.topology.device_count if self.topology else len(self.devices)
 
-    def mesh(self, shape: Sequence[tuple[str, int]]) -> Mesh:
-        """A mesh of Auto axes over the devices; () gives one axis of size one."""
+    @property
+    def is_here(self) -> bool:
+        """Whether programs can run on it."""
+        return self.topology is None
+
+    @property
+    def lowering_platform(self) -> str:
+        """The platform as lowering and compilers name it: "cpu", "cuda", "rocm" or "tpu"."""
+        return self.topology.chip.platform if self.topology else self.devices[0].client.platform
+
+    @property
+    def uneven(self) -> bool:
+        """Whether it matters which mesh axis runs over which links."""
+        positions = self.topology.positions if self.topology else _positions(self.devices)
+        return self.platform == "tpu" or len({(p.slice, p.host) for p in positions}) > 1
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """What a compiler must know where the devices are not here."""
+        if self.topology is None:
+            return None
+        return Hardware(
+            platform=self.topology.chip.platform,
+            topology=self.topology.compiler_name,
+            slices=self.topology.slices,
+            target_config=self.topology.chip.target_config,
+        )
+
+    def order(self, shape: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+        """For each place of a mesh, major to minor, the number of the device that stands there.
+
+        A mesh that was given keeps its devices where they are; any other is laid out by where the
+        devices are, so that a plan made for a topology finds the same order on the devices.
+        """
         axes = tuple(shape) or (("x", 1),)
         sizes = tuple(n for _, n in axes)
-        if math.prod(sizes) != len(self.devices):
+        if math.prod(sizes) != self.device_count:
             raise TargetError(
-                f"a mesh of {dict(axes)} needs {math.prod(sizes)} devices, got {len(self.devices)}"
+                f"a mesh of {dict(axes)} needs {math.prod(sizes)} devices, got {self.device_count}"
             )
+        given = tuple((name, n) for name, n in self.given if n > 1)
+        if self.shared_host or (given and given == tuple((m, n) for m, n in axes if n > 1)):
+            return tuple(range(self.device_count))
+        positions = self.topology.positions if self.topology else _positions(self.devices)
+        return device_order(positions, self.device_kind, self.platform, sizes)
+
+    def mesh(self, shape: Sequence[tuple[str, int]]) -> Mesh:
+        """A mesh of Auto axes over the devices; () gives one axis of size one.
+
+        Raises:
+          TargetError: another number of devices, or they are not here.
+        """
+        if not self.is_here:
+            raise TargetError(
+                f"{self.describe()} are not here: save the plan, and load it where they are"
+            )
+        axes = tuple(shape) or (("x", 1),)
+        order = self.order(axes)
         return Mesh(
-            np.array(self.devices, dtype=object).reshape(sizes),
+            np.array([self.devices[i] for i in order], dtype=object).reshape([n for _, n in axes]),
             tuple(name for name, _ in axes),
             axis_types=(AxisType.Auto,) * len(axes),
         )
 
+    def any_mesh(self, shape: Sequence[tuple[str, int]]) -> Mesh | AbstractMesh:
+        """`mesh`, without devices where they are not here: enough to lower for."""
+        axes = tuple(shape) or (("x", 1),)
+        return self.mesh(axes) if self.is_here else abstract_mesh(axes)
+
     def describe(self) -> str:
+        if self.topology is not None:
+            return f"{self.device_count} {self.device_kind} devices ({self.topology.name})"
         fake = "fake " if self.shared_host else ""
         return f"{len(self.devices)} {fake}{self.device_kind} devices"
 
 
-def find_target(mesh: object, memory_bytes: int | None = None) -> Target:
+def find_target(
+    mesh: object,
+    memory_bytes: int | None = None,
+    hardware: str | os.PathLike[str] | None = None,
+) -> Target:
     """Reads the `mesh` argument of the public functions.
 
     Args:
-      mesh: a `jax.sharding.Mesh` (Auto or Explicit axes: the devices are what counts) or a
-        sequence of devices.
+      mesh: a `jax.sharding.Mesh` (Auto or Explicit axes: the devices are what counts), a sequence
+        of devices, or the name of hardware that is not here, such as "v5p:4x4x4".
       memory_bytes: overrides what one device can hold.
+      hardware: a catalogue file of the user's own.
 
     Raises:
-      TargetError: no devices, or something that is not a mesh.
+      TargetError: no devices, something that is not a mesh, a name that no hardware has, or its
+        compiler is not installed.
     """
     given: tuple[tuple[str, int], ...] = ()
     if isinstance(mesh, Mesh):
         given = tuple((str(n), int(s)) for n, s in mesh.shape.items())
         devices = tuple(mesh.devices.flat)
     elif isinstance(mesh, str):
-        raise TargetError(
-            f"mesh={mesh!r} names hardware that is not here; this version plans for live devices"
-            " and fake CPU meshes: pass a jax.sharding.Mesh or a list of devices"
-        )
+        return _named(parse_topology(mesh, catalogue(hardware)), memory_bytes)
     elif isinstance(mesh, (Sequence, np.ndarray)):
         devices = tuple(np.asarray(mesh, dtype=object).flat)
     else:
@@ -99,8 +167,7 @@ def find_target(mesh: object, memory_bytes: int | None = None) -> Target:
         else:
             limit = _host_memory_bytes() // len(devices)
             source = "host memory divided by devices"
-    if limit <= 0:
-        raise TargetError(f"memory_bytes must be positive, got {limit}")
+    _check_memory(limit)
     return Target(
         devices=devices,
         platform=first.platform,
@@ -109,6 +176,44 @@ def find_target(mesh: object, memory_bytes: int | None = None) -> Target:
         memory_bytes=limit,
         memory_source=source,
         shared_host=first.platform == "cpu",
+    )
+
+
+def _named(topology: Topology, memory_bytes: int | None) -> Target:
+    """A target that is not here; its compiler must be."""
+    chip = topology.chip
+    require_compiler(chip.platform)
+    limit, source = memory_bytes, "memory_bytes"
+    if limit is None:
+        limit, source = int(chip.usable_bytes.value), chip.usable_bytes.source
+    _check_memory(limit)
+    return Target(
+        devices=(),
+        platform={"cuda": "gpu"}.get(chip.platform, chip.platform),
+        device_kind=chip.device_kind,
+        given=(),
+        memory_bytes=limit,
+        memory_source=source,
+        shared_host=False,
+        topology=topology,
+    )
+
+
+def _check_memory(limit: int) -> None:
+    if limit <= 0:
+        raise TargetError(f"memory_bytes must be positive, got {limit}")
+
+
+def _positions(devices: Sequence[jax.Device]) -> tuple[Position, ...]:
+    """Where live devices are, as far as they say it."""
+    return tuple(
+        Position(
+            slice=int(getattr(d, "slice_index", None) or 0),
+            host=int(d.process_index),
+            coords=tuple(getattr(d, "coords", None) or ()),
+            core=int(getattr(d, "core_on_chip", None) or 0),
+        )
+        for d in devices
     )
 
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 
 from autoshard import hlo
+from autoshard.analysis import analyse
 from autoshard.budget import Budget
 from autoshard.compat.executable import compile_module
 from autoshard.compat.versions import versions
@@ -16,8 +17,7 @@ from autoshard.plan import Plan
 from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
 from autoshard.program import trace
 from autoshard.report.words import mebibytes
-from autoshard.rungs.compile_job import CompileRequest, CompileResult, compile_in_process
-from autoshard.rungs.worker import WorkerSettings
+from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
 from autoshard.subjects import ModelFn, knob_values, make_subject
 from autoshard.target import Target
 from autoshard.trial import Collective, Estimate, Failure
@@ -50,13 +50,18 @@ def checked_plan(
     if reason is not None:
         raise PlanError(f"{path} does not fit this program:", (f"layout: {reason}",))
     notes = list(record.evidence.notes)
-    if record.program.get("digest") != subject.analysis.digest:
+    digest = subject.analysis.digest
+    lowered_for = str(record.target.get("lowered_for", target.lowering_platform))
+    if lowered_for != target.lowering_platform:
+        # Another platform lowers the same step to other operations: compare like with like.
+        digest = analyse(program, lowered_for).digest
+    if record.program.get("digest") != digest:
         if record.versions.get("jax") == versions()["jax"]:
             raise PlanError(
                 f"{path} is for another model:",
                 (
                     f"program digest: recorded {record.program.get('digest')}, got"
-                    f" {subject.analysis.digest} (same leaves, other computation)",
+                    f" {digest} (same leaves, other computation)",
                 ),
             )
         notes.append(
@@ -86,16 +91,10 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
     """Compiles the step; raises if it does not fit, lists how its collectives differ."""
     specs = subject.space.specs(record.candidate.layout)
     module = lower_step(subject.analysis_for(record.candidate.layout), specs, target)
-    if target.platform == "cpu":
+    if target.platform == "cpu" or not target.is_here:
         with tempfile.TemporaryDirectory(prefix="autoshard-") as folder:
             result = compile_in_process(
-                CompileRequest(
-                    module=module,
-                    time_limit_s=Budget().compile_seconds,
-                    settings=WorkerSettings(
-                        platform="cpu", device_count=target.device_count, folder=folder
-                    ),
-                )
+                request_for(module, target, folder, Budget().compile_seconds)
             )
         if isinstance(result, Failure):
             raise PlanError(f"the plan does not compile here: {result.kind}: {result.message}")

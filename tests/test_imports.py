@@ -10,10 +10,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "autoshard"
 
 LAYERS = (
-    {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"},
+    {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"}
+    | {"catalogue", "topology"},
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "kernels", "analysis", "specs", "written", "space", "lowering"}
-    | {"cost", "calibrate"},
+    | {"cost", "calibrate", "network"},
     {"rungs", "strategy", "promote"},
     {"driver"},
     {"subjects", "plan", "plan_file", "validity", "evaluation", "report", "no_plan"},

@@ -119,7 +119,7 @@ def test_tables_are_consistent(name: str) -> None:
         kernels.kernel_flops,
         kernels.kernel_trips,
         kernels.kernel_writes,
-        kernels.kernel_contracts,
+        kernels.kernel_dtypes,
     ):
         assert len(column) == k
     assert np.all(kernels.kernel_value < n) and np.all(kernels.read_value < n)

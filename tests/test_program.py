@@ -91,11 +91,6 @@ def test_the_users_constraints_are_taken_out_and_kept_aside():
     np.testing.assert_array_equal(got, step({"w": jnp.ones((8, 16))}, ones)[0]["w"])
 
 
-@pytest.mark.xfail(
-    raises=ValueError,
-    strict=False,
-    reason="arithmetic in a region whose mesh knows its devices: on_mesh() forgets their kind",
-)
 @pytest.mark.parametrize("mesh", [MESH, MESH.abstract_mesh], ids=["concrete", "abstract"])
 def test_a_manual_region_is_found_with_its_source_line_and_pins_its_mesh(mesh):
     def step(state, batch):

@@ -66,20 +66,7 @@ class Executable:
     @property
     def memory(self) -> MemoryUse:
         """The memory one device needs; the fullest device where they differ is not told apart."""
-        stats = self._loaded.get_compiled_memory_stats()  # type: ignore[attr-defined]
-        total = (
-            stats.argument_size_in_bytes
-            + stats.output_size_in_bytes
-            - stats.alias_size_in_bytes
-            + stats.temp_size_in_bytes
-        )
-        return MemoryUse(
-            arguments_bytes=stats.argument_size_in_bytes,
-            outputs_bytes=stats.output_size_in_bytes,
-            aliased_bytes=stats.alias_size_in_bytes,
-            temporaries_bytes=stats.temp_size_in_bytes,
-            peak_bytes=max(total, stats.peak_memory_in_bytes),
-        )
+        return memory_use(self._loaded)
 
     @property
     def hlo_text(self) -> str:
@@ -178,23 +165,46 @@ def compile_module(module: Module, devices: Sequence[jax.Device]) -> Executable:
       ValueError: the number of devices is wrong.
       jax.errors.JaxRuntimeError: the compiler refused, with its text.
     """
+    options = compile_options(module, [device.id for device in devices])
+    loaded = devices[0].client.compile_and_load(
+        module.stablehlo, xla_client.DeviceList(tuple(devices)), options
+    )
+    return Executable(module, devices, loaded)
+
+
+def compile_options(module: Module, ids: Sequence[int]) -> xla_client.CompileOptions:
+    """How to compile a module for devices of these ids, major to minor over its mesh."""
     count = module.device_count
-    if len(devices) != count:
-        raise ValueError(f"got {len(devices)} devices, expected {count} for mesh {module.mesh}")
+    if len(ids) != count:
+        raise ValueError(f"got {len(ids)} devices, expected {count} for mesh {module.mesh}")
     options = xla_client.CompileOptions()
     options.num_replicas = 1
     options.num_partitions = count
-    ids = np.array([device.id for device in devices]).reshape(1, count)
-    options.device_assignment = xla_client.DeviceAssignment.create(ids)
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array(ids).reshape(1, count))
     build = options.executable_build_options
     build.num_replicas = 1
     build.num_partitions = count
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = True
-    loaded = devices[0].client.compile_and_load(
-        module.stablehlo, xla_client.DeviceList(tuple(devices)), options
+    return options
+
+
+def memory_use(executable: object) -> MemoryUse:
+    """What one device needs to run an executable of XLA, loaded or not."""
+    stats = executable.get_compiled_memory_stats()  # type: ignore[attr-defined]
+    total = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
     )
-    return Executable(module, devices, loaded)
+    return MemoryUse(
+        arguments_bytes=stats.argument_size_in_bytes,
+        outputs_bytes=stats.output_size_in_bytes,
+        aliased_bytes=stats.alias_size_in_bytes,
+        temporaries_bytes=stats.temp_size_in_bytes,
+        peak_bytes=max(total, stats.peak_memory_in_bytes),
+    )
 
 
 def float_types(module: Module) -> frozenset[str]:

@@ -227,7 +227,11 @@ def on_mesh(closed: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
                         eqn.invars[0], eqn.outvars[0], sharding, "as_written", eqn
                     )
             elif eqn.primitive.name == "shard_map":
-                eqn = eqn.replace(params={**eqn.params, "mesh": abstract})
+                own = eqn.params["mesh"]
+                # The region's equations remember their mesh with the kind of its devices.
+                kept = own if isinstance(own, AbstractMesh) else own.abstract_mesh
+                same = kept.shape_tuple == abstract.shape_tuple
+                eqn = eqn.replace(params={**eqn.params, "mesh": kept if same else abstract})
             else:
                 eqn = with_inner(eqn, rewrite, closed_memo)
                 if has_shardings(eqn):

@@ -13,8 +13,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import jax
+
 _log = logging.getLogger("autoshard")
-_XLA_LINE = re.compile(rb"^[WEIF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+\.cc:\d+\]")
+_XLA_LINE = re.compile(
+    rb"^(?:[WEIF]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ \S+\.cc:\d+\]"
+    rb"|WARNING: All log messages before absl::InitializeLog)"
+)
+
+
+def start_jax() -> None:
+    """Starts JAX's backends, if they are not: compilers that are plugins write when they load."""
+    with quiet():
+        jax.local_devices()
 
 
 @contextlib.contextmanager

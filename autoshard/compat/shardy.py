@@ -3,7 +3,7 @@
 import functools
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -235,6 +235,11 @@ def shape_of(value: Value) -> tuple[int, ...]:
     return shape_and_bits(str(value.type))[0]
 
 
+def dtype_of(value: Value) -> str:
+    """The element type in MLIR's words, such as `bf16`."""
+    return str(ir.RankedTensorType(value.type).element_type)
+
+
 def strides(operation: Operation) -> list[int]:
     """How many elements of the larger side lie between two of a slice's or a pad's smaller one."""
     attributes = operation.attributes
@@ -359,6 +364,36 @@ def axis_size(axis: str, sizes: dict[str, int]) -> int:
     if ":(" in axis:
         return int(axis.rsplit(")", 1)[1])
     return sizes[axis]
+
+
+def distinct(axes: Iterable[str]) -> tuple[str, ...]:
+    """The same mesh axes with none named twice: where a whole axis is there its parts go, and parts
+    that overlap or follow each other become one. Sorted.
+
+    >>> distinct(['"x":(1)2', '"x":(2)2', "y"])
+    ('"x":(1)4', 'y')
+    >>> distinct(['"x":(1)2', "x"])
+    ('x',)
+    """
+    names = set(axes)
+    if not any(":(" in axis for axis in names):
+        return tuple(sorted(names))
+    whole = {axis for axis in names if ":(" not in axis}
+    parts: dict[str, list[tuple[int, int]]] = {}  # (major to it, major to what follows it)
+    for axis in names - whole:
+        name, _, part = axis.partition(":(")
+        before, _, size = part.partition(")")
+        if name.strip('"') not in whole:
+            parts.setdefault(name, []).append((int(before), int(before) * int(size)))
+    for name, spans in parts.items():
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted(spans):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((start, end))
+        whole |= {f"{name}:({start}){end // start}" for start, end in merged}
+    return tuple(sorted(whole))
 
 
 Communication = tuple[str, tuple[str, ...], float, float, int, int, tuple[str, ...], str]
@@ -489,7 +524,7 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                     every = set(shards[0])
                     for operand in op.operands:
                         every |= of_value.get(operand, empty)
-                    judged.contracted[last_tag] = frozenset(every)
+                    judged.contracted[last_tag] = frozenset(distinct(every))
                 if name == "stablehlo.while":
                     for region in op.regions:
                         inner = region.blocks[0]
@@ -519,7 +554,7 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                 elif name == "sdy.all_to_all":
                     involved = tuple(dict.fromkeys(_AXIS.findall(str(held["params"]))))
                 else:
-                    involved = tuple(sorted(out | before))
+                    involved = distinct(out | before)
                 judged.communication.append(
                     (
                         name.removeprefix("sdy."),

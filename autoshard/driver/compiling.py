@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator
 
 from autoshard.compat.executable import compile_module
-from autoshard.cost import CostModel
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.hlo import HloError
 from autoshard.module import Module
 from autoshard.rungs.compile import estimate_of
-from autoshard.rungs.compile_job import CompileRequest, CompileResult, compile_in_process
+from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
 from autoshard.rungs.failures import failure_of
 from autoshard.trial import Estimate, Failure, Kind, Stage
 
@@ -28,12 +27,12 @@ class Compiling:
         self.count = 0
         self._ledger = ledger
         self._executor = executor
-        self._cost = CostModel(ledger.constants)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Makes the executor, where the user gave none; ends it and its workers."""
-        if self._executor is not None or self._ledger.target.platform != "cpu":
+        target = self._ledger.target
+        if self._executor is not None or (target.is_here and target.platform != "cpu"):
             yield
             return
         workers = min(2, os.cpu_count() or 1)
@@ -75,10 +74,11 @@ class Compiling:
             if self._executor is None:
                 self._record(row, key, self._priced(row, module, self._compile_here(module)))
                 continue
-            request = CompileRequest(
-                module=module,
-                time_limit_s=ledger.budget.compile_seconds,
-                settings=ledger.settings("compile"),
+            request = request_for(
+                module,
+                ledger.target,
+                str(ledger.folder / "workers" / "compile"),
+                ledger.budget.compile_seconds,
             )
             try:
                 waiting[self._executor.submit(compile_in_process, request)] = (row, key)
@@ -136,7 +136,7 @@ class Compiling:
             return result
         dropped = row.propagated.dropped if isinstance(row.propagated, Estimate) else ()
         try:
-            return estimate_of(module, result, self._cost, dropped)
+            return estimate_of(module, result, self._ledger.cost, dropped)
         except HloError as error:
             return Failure(
                 stage=Stage.COMPILE,

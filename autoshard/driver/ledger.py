@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from autoshard.analysis import Analysis
 from autoshard.budget import Budget, Callback, Event
 from autoshard.compat.versions import versions
-from autoshard.cost import MODEL_REVISION, Constants, Correction
+from autoshard.cost import MODEL_REVISION, Constants, Correction, CostModel
 from autoshard.journal import Journal, key_of
 from autoshard.layout import Candidate, Layout
 from autoshard.lowering import lower_step
@@ -77,7 +77,7 @@ class Ledger:
 
     subjects: Sequence[Subject]
     target: Target
-    constants: Constants
+    cost: CostModel
     budget: Budget
     journal: Journal
     callbacks: Sequence[Callback]
@@ -89,6 +89,11 @@ class Ledger:
     ended: str = "finished"
     elapsed_s: dict[str, float] = dataclasses.field(default_factory=dict)
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
+
+    @property
+    def constants(self) -> Constants:
+        """What the model of time knows of the target."""
+        return self.cost.constants
 
     def subject_of(self, row: Row) -> Subject:
         return self.subjects[row.subject]

@@ -59,12 +59,12 @@ def smallest(ledger: Ledger) -> int | None:
 
 
 def learn(ledger: Ledger) -> None:
-    """Takes from the measurements how far rung 1 is off."""
+    """Takes from the measurements how far rung 1 is off; where there are none, from rung 2."""
     pairs = [
-        (row.propagated, row.profiled)
+        (row.propagated, row.profiled.median_s)
         for row in ledger.rows
         if isinstance(row.propagated, Estimate) and isinstance(row.profiled, Measurement)
-    ]
+    ] or [(a, b.time_s) for a, b in _pairs(ledger)]
     if pairs:
         ledger.correction = promote.learn(pairs)
 

@@ -1,6 +1,5 @@
 """Rung 1 of a search: the baselines, then what the strategies ask for, each judged and recorded."""
 
-from autoshard.cost import CostModel
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.layout import Candidate
 from autoshard.rungs.propagate import Propagator
@@ -22,7 +21,7 @@ def propagate_all(ledger: Ledger, strategy: Strategy | None, share: float) -> No
 class _Propagation:
     def __init__(self, ledger: Ledger, strategy: Strategy | None):
         self._ledger = ledger
-        self._cost = CostModel(ledger.constants)
+        self._cost = ledger.cost
         self._propagators = [Propagator(s.analysis) for s in ledger.subjects]
         self._histories: list[list[Seen]] = [[] for _ in ledger.subjects]
         self._known: dict[object, Estimate | Failure] = {}

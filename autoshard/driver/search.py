@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from autoshard.budget import Budget, Callback
-from autoshard.cost import Constants, Correction
+from autoshard.cost import Correction, CostModel
 from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger, Subject
 from autoshard.driver.measuring import Measuring, opened_bench
@@ -62,7 +62,7 @@ class Found:
 def run_search(
     subjects: Sequence[Subject],
     target: Target,
-    constants: Constants,
+    cost: CostModel,
     *,
     budget: Budget,
     journal: Journal,
@@ -83,7 +83,7 @@ def run_search(
         ledger = Ledger(
             subjects=list(subjects),
             target=target,
-            constants=constants,
+            cost=cost,
             budget=budget,
             journal=journal,
             callbacks=tuple(callbacks),
@@ -125,9 +125,13 @@ def _climb(
         first = baseline_rows(ledger)[: budget.compiles]
         most = min(budget.compiles, budget.profiles) if budget.profiles else budget.compiles
         room = max(0, most - len(first))
-        first += promoted(ledger, room - room // 2 if budget.profiles else room, first)
+        first += promoted(ledger, room - room // 2, first)
         compiling.compile(first, FIRST_WAVE_SHARE if budget.profiles else 1.0)
     if budget.profiles == 0:
+        learn(ledger)
+        with ledger.timed("compile"):
+            second = promoted(ledger, max(0, budget.compiles - compiling.count), first)
+            compiling.compile(second, 1.0)
         return
     with opened_bench(ledger) as bench:
         with ledger.timed("profile"):

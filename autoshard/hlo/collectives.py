@@ -129,6 +129,8 @@ def _group_text(module: HloModule, instruction: Instruction, opcode: str) -> str
 
 def _payload_bytes(computation: Computation, instruction: Instruction, kind: str) -> int:
     """The larger of the local operand and the local result, bytes."""
+    if instruction.opcode.startswith("ragged-all-to-all"):
+        return computation.find(instruction.operands[0]).bytes  # then come result and offsets
     if kind != "all_gather":
         return sum(computation.find(name).bytes for name in instruction.operands)
     if instruction.opcode.endswith("-start") and len(instruction.elements) > 1:

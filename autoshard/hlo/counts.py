@@ -5,20 +5,12 @@ count once and a conditional counts as its largest branch; both are named in `as
 """
 
 import dataclasses
-import math
-import re
 from collections import Counter
 
-from autoshard.hlo.collectives import collective, continues_another, is_collective
-from autoshard.hlo.flops import TRANSCENDENTAL, matmul_flops, plain_flops
 from autoshard.hlo.groups import MeshShape
-from autoshard.hlo.records import Computation, HloModule, Instruction
-from autoshard.hlo.traffic import FREE, FREE_CALLS, Traffic
-from autoshard.hlo.trips import trip_count
+from autoshard.hlo.records import HloModule
+from autoshard.hlo.steps import Branch, Call, Launch, Loop, Steps
 from autoshard.trial import Collective
-
-_MEMORY_BOUND = re.compile("TopK|threefry2x32|__cub\\$|RadixSort")
-_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +51,7 @@ class _Total:
         self.plain = 0.0
         self.matmul: dict[str, float] = {}
         self.transcendentals = 0.0
-        self.bytes = 0
+        self.bytes = 0.0
         self.ops = 0
         self.cycles = 0
         self.collectives: Counter[Collective] = Counter()
@@ -83,6 +75,19 @@ class _Total:
     def add_matmul(self, dtype: str, flops: float) -> None:
         self.matmul[dtype] = self.matmul.get(dtype, 0.0) + flops
 
+    def add_launch(self, launch: Launch) -> None:
+        work = launch.work
+        self.ops += 1
+        self.plain += work.element_flops
+        self.transcendentals += work.transcendentals
+        self.bytes += work.bytes
+        self.cycles += work.cycles or 0
+        for dtype, flops in work.matmul_flops:
+            self.add_matmul(dtype, flops)
+        self.collectives.update(exchange.collective for exchange in launch.exchanges)
+        self.unmodelled.update(launch.unmodelled)
+        self.assumptions.update(dict.fromkeys(launch.assumptions))
+
     @property
     def size(self) -> float:
         """How branches compare: operations and bytes moved, one a unit."""
@@ -101,20 +106,14 @@ def count(module: HloModule, mesh: MeshShape) -> HloCounts:
       ValueError: the mesh has another number of devices than the module.
       HloError: the module holds something that cannot be read, such as a new group notation.
     """
-    devices = math.prod(size for _, size in mesh)
-    if devices != module.device_count:
-        raise ValueError(
-            f"expected the mesh that {module.name} was compiled for, with {module.device_count} "
-            f"devices; got {mesh} with {devices}"
-        )
-    total = _Walk(module, mesh).launched(module.find(module.entry))
+    total = _Walk(Steps(module, mesh)).total(module.entry)
     matmul = sum(total.matmul.values())
     return HloCounts(
         flops=total.plain + matmul,
         matmul_flops=matmul,
         matmul_flops_by_dtype=tuple(sorted(total.matmul.items())),
         transcendentals=total.transcendentals,
-        bytes_accessed=float(total.bytes),
+        bytes_accessed=total.bytes,
         op_count=total.ops,
         estimated_cycles=total.cycles,
         collectives=tuple(
@@ -130,107 +129,26 @@ def count(module: HloModule, mesh: MeshShape) -> HloCounts:
 class _Walk:
     """Totals of each computation, computed once."""
 
-    def __init__(self, module: HloModule, mesh: MeshShape) -> None:
-        self._module = module
-        self._mesh = mesh
-        self._traffic = Traffic(module)
-        self._launched: dict[str, _Total] = {}
-        self._fused: dict[str, _Total] = {}
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._totals: dict[str, _Total] = {}
 
-    def launched(self, computation: Computation) -> _Total:
-        """Totals of a computation whose instructions are kernels of their own."""
-        if computation.name not in self._launched:
+    def total(self, name: str) -> _Total:
+        if name not in self._totals:
             total = _Total()
-            for instruction in computation.instructions:
-                self._launch(total, instruction, computation)
-            self._launched[computation.name] = total
-        return self._launched[computation.name]
-
-    def fused(self, computation: Computation, source: str) -> _Total:
-        """Totals of a computation inside of one kernel: its work, but no traffic of its own.
-
-        Args:
-          source: where the kernel comes from, for collectives in it that do not say.
-        """
-        if computation.name not in self._fused:
-            total = _Total()
-            for instruction in computation.instructions:
-                if instruction.opcode == "fusion" or instruction.opcode == "call":
-                    inner = instruction.calls("calls", "to_apply")[0]
-                    total.add(self.fused(self._module.find(inner), source))
-                else:
-                    self._work(total, instruction, computation, fused_from=source)
-            self._fused[computation.name] = total
-        return self._fused[computation.name]
-
-    def _launch(self, total: _Total, instruction: Instruction, computation: Computation) -> None:
-        if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
-            return
-        opcode, find = instruction.opcode.removesuffix("-start"), self._module.find
-        if opcode == "while":
-            trips = trip_count(self._module, computation, instruction)
-            if trips is None:
-                total.assumptions[f"while %{instruction.name}: trip count unknown, taken as 1"] = (
-                    None
-                )
-            for name in instruction.calls("condition", "body"):
-                total.add(self.launched(find(name)), 1 if trips is None else trips)
-        elif opcode == "conditional":
-            names = instruction.calls(
-                "branch_computations", "true_computation", "false_computation"
-            )
-            total.assumptions[
-                f"conditional %{instruction.name}: the largest of {len(names)} branches taken"
-            ] = None
-            total.add(max((self.launched(find(n)) for n in names), key=lambda t: t.size))
-        elif opcode in ("call", "async"):
-            for name in instruction.calls("to_apply", "calls", "called_computations"):
-                total.add(self.launched(find(name)))
-        elif not (opcode == "custom-call" and instruction.custom_call_target in FREE_CALLS):
-            if opcode == "fusion":
-                source = self._module.source(instruction) or instruction.op_name
-                total.add(self.fused(find(instruction.calls("calls")[0]), source))
-            else:
-                self._work(total, instruction, computation)
-            total.ops += 1
-            total.bytes += self._traffic.bytes_of(instruction, computation)
-            cycles = _CYCLES.search(instruction.attribute("backend_config"))
-            total.cycles += int(cycles[1]) if cycles else 0
-
-    def _work(
-        self,
-        total: _Total,
-        instruction: Instruction,
-        computation: Computation,
-        fused_from: str | None = None,
-    ) -> None:
-        """Adds the operations and the communication of one instruction."""
-        opcode = instruction.opcode.removesuffix("-start")
-        if opcode in FREE:
-            return
-        if is_collective(instruction):
-            users = None if fused_from is None else self._traffic.users(computation)
-            if users is not None and continues_another(instruction, users):
-                return
-            if opcode == "ragged-all-to-all":
-                total.assumptions[f"{opcode} %{instruction.name}: counted as a full one"] = None
-            one = collective(self._module, computation, instruction, self._mesh, users)
-            if one is not None:
-                one = dataclasses.replace(one, source=one.source or fused_from or "")
-                total.collectives[one] += 1
-            return
-        flops = matmul_flops(instruction, computation)
-        if flops is not None:
-            total.add_matmul(computation.find(instruction.operands[0]).shape.dtype, flops)
-            return
-        if opcode == "custom-call":
-            target = instruction.custom_call_target
-            if _MEMORY_BOUND.search(target):
-                total.plain += float(sum(s.size for s in instruction.shapes))
-            elif target not in FREE_CALLS:
-                total.unmodelled[target] += 1
-            return
-        flops = plain_flops(instruction, computation)
-        total.plain += flops
-        if opcode in TRANSCENDENTAL:
-            total.transcendentals += flops
+            for step in self._steps.of(name):
+                match step:
+                    case Launch():
+                        total.add_launch(step)
+                    case Call():
+                        for called in step.called:
+                            total.add(self.total(called))
+                    case Branch():
+                        total.assumptions.update(dict.fromkeys(step.assumptions))
+                        total.add(max(map(self.total, step.called), key=lambda t: t.size))
+                    case Loop():
+                        total.assumptions.update(dict.fromkeys(step.assumptions))
+                        for called in step.called:
+                            total.add(self.total(called), 1 if step.trips is None else step.trips)
+            self._totals[name] = total
+        return self._totals[name]

@@ -74,7 +74,7 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> float | 
     """Operations of a matrix product or convolution, 2 a multiply-add; None for anything else.
 
     Args:
-      instruction: a dot, a convolution, or a custom call of a library that computes one.
+      instruction: a dot or a convolution; for those in libraries see custom_calls.py.
       computation: where its operands are found.
     """
     opcode = instruction.opcode.removesuffix("-start")
@@ -84,9 +84,7 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> float | 
         return 2.0 * instruction.shape.size * depth
     if opcode == "convolution":
         shapes = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
-        return _convolution(instruction, shapes[0], shapes[1], instruction.shape)
-    if opcode == "custom-call":
-        return _library_call(instruction, computation)
+        return convolution_flops(instruction, shapes[0], shapes[1], instruction.shape)
     return None
 
 
@@ -94,36 +92,8 @@ def _operand(instruction: Instruction, computation: Computation, index: int) -> 
     return computation.find(instruction.operands[index]).shape
 
 
-def _library_call(instruction: Instruction, computation: Computation) -> float | None:
-    target = instruction.custom_call_target
-    if not target.startswith("__"):
-        return None
-    if instruction.attribute("dim_labels"):
-        return _library_convolution(instruction, computation)
-    if not re.search("matmul|gemm", target, re.IGNORECASE):
-        return None
-    lhs, rhs = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
-    out = instruction.shape
-    config = instruction.attribute("backend_config")
-    if found := re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config):
-        return 2.0 * out.size * math.prod(lhs.dims[int(i)] for i in re.findall(r"\d+", found[1]))
-    # lhs = B M K, rhs = B K N, out = B M N, whichever of them are transposed; so K^2 follows.
-    batch = math.prod(rhs.dims[:-2])
-    return 2.0 * out.size * math.sqrt(lhs.size * rhs.size / (out.size * batch) if out.size else 0)
-
-
-def _library_convolution(instruction: Instruction, computation: Computation) -> float:
-    """cuDNN prints its backward convolutions with the dimensions of the forward one."""
-    first, second = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
-    result = instruction.shape
-    if "BackwardInput" in instruction.custom_call_target:
-        return _convolution(instruction, result, second, first)
-    if "BackwardFilter" in instruction.custom_call_target:
-        return _convolution(instruction, first, result, second)
-    return _convolution(instruction, first, second, result)
-
-
-def _convolution(instruction: Instruction, lhs: Shape, rhs: Shape, out: Shape) -> float:
+def convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, out: Shape) -> float:
+    """Operations of a convolution of these shapes, with the window and labels of `instruction`."""
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels"))
     if not labels:
         raise HloError(

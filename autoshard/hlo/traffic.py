@@ -36,6 +36,8 @@ FREE_CALLS = frozenset(
         "ConcatBitcast",
         "GatherScatterIndicesBitpacked",
         "LayoutConstraint",
+        "PrepareAsyncCallDone",
+        "PrepareAsyncCallStart",
         "Sharding",
         "SPMDFullToShardShape",
         "SPMDShardToFullShape",
@@ -45,14 +47,16 @@ FREE_CALLS = frozenset(
 """Targets of custom calls that only mark something."""
 
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
+_WORKSPACE = ("s8", "u8")
 _FOLLOWED = frozenset(("bitcast", "convert", "copy", "reshape", "reverse", "transpose"))
-_ON_CHIP = (1, 2, 3, 4)
+_ON_CHIP = (1, 2, 3, 4, 6)
 
 
 class Traffic:
     """Bytes moved by the instructions of one module.
 
-    On TPU, whose layouts are tiled, the memory spaces 1 to 4 lie on the chip and cost nothing.
+    On TPU, whose layouts are tiled, the memory spaces 1 to 4 and 6 lie on the chip and cost
+    nothing; 5 is the host's.
     """
 
     def __init__(self, module: HloModule) -> None:
@@ -86,6 +90,12 @@ class Traffic:
             return sum(map(self._whole, inputs)) + 2 * self._outside(instruction.shape, touched)
         return written + sum(map(self._whole, operands))
 
+    def passed(self, call: Instruction, computation: Computation) -> int:
+        """Bytes of all operands and results of a custom call, wherever they lie."""
+        operands = (computation.find(name) for name in dict.fromkeys(call.operands))
+        written = sum(shape.bytes for shape in self._results(call, "custom-call"))
+        return written + sum(operand.bytes for operand in operands)
+
     def _outside(self, where: Shape, amount: int) -> int:
         """`amount` bytes of the array `where`, or 0 where it lies on the chip."""
         return 0 if self._module.tiled and where.space in _ON_CHIP else amount
@@ -99,8 +109,9 @@ class Traffic:
         if started and opcode != "all-reduce":
             # copy-start alone lists its result first.
             return instruction.elements[0 if opcode == "copy" else 1]
-        if opcode == "custom-call" and instruction.custom_call_target.startswith("__cublas"):
-            return instruction.elements[0]  # the second is a workspace
+        if opcode == "custom-call" and instruction.custom_call_target.startswith("__cu"):
+            # What cuBLAS and cuDNN return beside arrays is their workspace.
+            return tuple(s for s in instruction.shapes if s.dtype not in _WORKSPACE or s.dims[1:])
         return instruction.shapes
 
     def _fusion_bytes(self, fusion: Instruction, computation: Computation) -> int:

@@ -31,7 +31,7 @@ _HEAD = (
 def describe(plan: "Plan") -> str:
     """Everything a person wants to see of a plan: table, rules, reason, numerics, notes."""
     evidence = plan.evidence
-    lines = [f"Plan for {evidence.target or plan.mesh.devices.size} ({evidence.ended})", ""]
+    lines = [f"Plan for {evidence.target or plan.target.describe()} ({evidence.ended})", ""]
     shown = _shown(evidence.trials, evidence.ranking)
     rows: list[tuple[str, ...]] = [_HEAD]
     rules: list[str] = []

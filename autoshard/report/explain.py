@@ -93,7 +93,8 @@ def numerics(plan: "Plan") -> str:
     winner = plan.trial
     measured = winner.profiled if winner else None
     if not isinstance(measured, Measurement) or measured.numerics == "unchecked":
-        return "Numerics: unchecked."
+        until = "" if plan.target.is_here else ", until it runs where the devices are"
+        return f"Numerics: unchecked{until}."
     where = f" at {measured.numerics_where}" if measured.numerics_where else ""
     against = {
         "exact": "the unsharded step",

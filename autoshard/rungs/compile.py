@@ -1,7 +1,8 @@
 """Rung 2: what the target's own compiler made of a candidate, as an Estimate."""
 
 from autoshard import hlo
-from autoshard.cost import CostModel
+from autoshard.cost import CostModel, MeshPrices
+from autoshard.hlo.timeline import timeline
 from autoshard.module import Module
 from autoshard.rungs.compile_job import CompileResult
 from autoshard.trial import Estimate, Rung
@@ -15,14 +16,23 @@ def estimate_of(
     Raises:
       hlo.HloError: the compiler's text has something this version cannot read.
     """
-    counts = hlo.count(hlo.parse(compiled.hlo_text), module.mesh)
-    compute_s = cost.totals_s(
-        counts.matmul_flops,
-        counts.flops - counts.matmul_flops,
-        counts.bytes_accessed,
-        counts.op_count,
-    )
-    communication_s = cost.collectives_s(counts.collectives)
+    parsed = hlo.parse(compiled.hlo_text)
+    counts = hlo.count(parsed, module.mesh)
+    if cost.constants.shared:
+        # The devices of a fake mesh take turns on the host's cores: the order does not matter.
+        compute_s = cost.totals_s(
+            counts.matmul_flops,
+            counts.flops - counts.matmul_flops,
+            counts.bytes_accessed,
+            counts.op_count,
+        )
+        communication_s = cost.collectives_s(counts.collectives, module.mesh)
+        time_s = compute_s + communication_s
+        unmodelled = tuple((f"custom call {name} x{n}", 0.0) for name, n in counts.unmodelled)
+    else:
+        line = timeline(parsed, module.mesh, MeshPrices(cost, module.mesh))
+        time_s, compute_s, communication_s = line.total_s, line.compute_s, line.communication_s
+        unmodelled = line.unmodelled
     sizes = dict(module.mesh)
     state_bytes = 0
     for array in module.inputs[: module.state_count]:
@@ -33,7 +43,7 @@ def estimate_of(
         state_bytes += array.bytes // ways
     return Estimate(
         rung=Rung.COMPILE,
-        time_s=compute_s + communication_s,
+        time_s=time_s,
         compute_s=compute_s,
         communication_s=communication_s,
         peak_memory_bytes=compiled.memory.peak_bytes,
@@ -43,7 +53,7 @@ def estimate_of(
         op_count=counts.op_count,
         collectives=counts.collectives,
         dropped=dropped,
-        unmodelled=tuple((f"custom call {name} x{n}", 0.0) for name, n in counts.unmodelled),
+        unmodelled=unmodelled,
         warnings=compiled.warnings,
         elapsed_s=compiled.elapsed_s,
     )

@@ -7,11 +7,13 @@ import time
 
 import jax
 
+from autoshard.compat.deviceless import Hardware, compile_without_devices
 from autoshard.compat.executable import MemoryUse, compile_module
 from autoshard.module import Module
 from autoshard.rungs import worker as worker_module
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
+from autoshard.target import Target
 from autoshard.trial import Failure, Stage
 
 _REMAT = "Involuntary full rematerialization"
@@ -42,39 +44,81 @@ class CompileResult:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRequest:
-    """All that a process needs to compile a candidate; pickles small."""
+    """All that a process needs to compile a candidate; pickles small.
+
+    Attributes:
+      hardware: what to compile for where it is not here; None for CPU devices of the worker's own.
+      order: for each place of the module's mesh the number of the hardware's device.
+    """
 
     module: Module
     time_limit_s: float
     settings: WorkerSettings
+    hardware: Hardware | None = None
+    order: tuple[int, ...] = ()
+
+
+def request_for(module: Module, target: Target, folder: str, time_limit_s: float) -> CompileRequest:
+    """How to compile a module for a target in a worker: for CPUs, or for what is not here.
+
+    Args:
+      folder: for the worker's output.
+    """
+    return CompileRequest(
+        module=module,
+        time_limit_s=time_limit_s,
+        settings=WorkerSettings(
+            platform="cpu",
+            device_count=target.device_count if target.is_here else 1,
+            folder=folder,
+            deviceless=not target.is_here,
+        ),
+        hardware=target.hardware,
+        order=() if target.is_here else target.order(module.mesh),
+    )
 
 
 def compile_module_job(
-    module: Module, time_limit_s: float, worker: WorkerProcess
+    module: Module,
+    time_limit_s: float,
+    worker: WorkerProcess,
+    hardware: Hardware | None = None,
+    order: tuple[int, ...] = (),
 ) -> CompileResult | Failure:
-    """Compiles `module` in `worker`, for CPU devices of its own.
+    """Compiles `module` in `worker`, for CPU devices of its own or for hardware that is not here.
 
-    The worker must have at least `module.device_count` devices of the module's platform.
+    A worker for CPUs must have at least `module.device_count` devices, one for other hardware must
+    have been started as `deviceless`.
     """
-    return worker.call(_compile, module, stage=Stage.COMPILE, time_limit_s=time_limit_s)
+    return worker.call(
+        _compile, module, hardware, order, stage=Stage.COMPILE, time_limit_s=time_limit_s
+    )
 
 
 def compile_in_process(request: CompileRequest) -> CompileResult | Failure:
     """`compile_module_job` in this thread's own worker: submit it to any Executor."""
     worker = worker_here(request.settings)
-    return compile_module_job(request.module, request.time_limit_s, worker)
+    return compile_module_job(
+        request.module, request.time_limit_s, worker, request.hardware, request.order
+    )
 
 
-def _compile(module: Module) -> CompileResult | Failure:
+def _compile(
+    module: Module, hardware: Hardware | None, order: tuple[int, ...]
+) -> CompileResult | Failure:
     """Runs in the worker."""
     before = os.fstat(2).st_size
     begin = time.perf_counter()
     try:
-        executable = compile_module(module, jax.devices()[: module.device_count])
+        if hardware is not None:
+            memory, text = compile_without_devices(module, hardware, order)
+        else:
+            executable = compile_module(module, jax.devices()[: module.device_count])
+            memory, text = executable.memory, executable.hlo_text
         elapsed_s = time.perf_counter() - begin
         return CompileResult(
-            memory=executable.memory,
-            hlo_text=executable.hlo_text,
+            memory=memory,
+            hlo_text=text,
             warnings=rematerializations(_written_since(before)),
             elapsed_s=elapsed_s,
         )

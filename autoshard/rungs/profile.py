@@ -114,6 +114,8 @@ def judge(
                     worst.error if worst else 0.0,
                     worst.path if worst else "",
                 )
+                if checked.get(reference, ("",))[0] == "unchecked":
+                    checked[reference] = checked[finalist.name]  # they agree: both are checked
         if failed is not None:
             outcomes[finalist.name] = failed
             on_failure(finalist.name, failed)

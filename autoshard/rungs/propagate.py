@@ -108,8 +108,8 @@ class Propagator:
         )
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
-        compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_contracts)
-        communication_s = cost.collectives_s(collectives)
+        compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_dtypes)
+        communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
         arguments = [local[v] for v in kernels.argument_values]
         peak = sum(arguments) + _peak_of(kernels, local, spikes)

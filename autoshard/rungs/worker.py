@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import autoshard
+from autoshard.compat import deviceless
 from autoshard.errors import WorkerError
 from autoshard.trial import Failure, Kind, Stage
 
@@ -42,6 +43,7 @@ class WorkerSettings:
 
     Attributes:
       platform: the only platform its JAX may open: "cpu", "cuda", "rocm" or "tpu".
+      deviceless: it compiles for hardware that is not here; its platform is "cpu".
       device_count: how many CPU devices it makes; ignored elsewhere.
       folder: where its output goes, one file per process; made when missing.
       start_limit_s: how long starting (importing JAX) may take, seconds.
@@ -51,6 +53,7 @@ class WorkerSettings:
     device_count: int
     folder: str
     start_limit_s: float = 300.0
+    deviceless: bool = False
 
 
 class WorkerProcess:
@@ -247,6 +250,8 @@ def _environment(settings: WorkerSettings) -> dict[str, str]:
     """This process's environment, with the platform named and `autoshard` importable."""
     env = dict(os.environ)
     env["JAX_PLATFORMS"] = settings.platform
+    if settings.deviceless:
+        env = deviceless.environment(env)
     env["TF_CPP_MIN_LOG_LEVEL"] = "1"  # warnings are read back: the user may not silence them
     root = str(Path(autoshard.__path__[0]).parent)
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)

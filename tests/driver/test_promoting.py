@@ -46,7 +46,7 @@ def ledger(tmp_path):
     made = Ledger(
         subjects=[],
         target=find_target(jax.devices()),
-        constants=None,
+        cost=None,
         budget=Budget(),
         journal=Journal(),
         callbacks=(),

@@ -132,10 +132,12 @@ def test_where_the_unsharded_step_does_not_fit_the_first_that_ran_is_the_yardsti
     )
     result = judged(bench, [finalist(n) for n in "abcd"], tmp_path)
     assert bench.compared == [("c", "b"), ("d", "b")]
-    assert result.outcomes["b"].numerics == "unchecked"
+    assert result.outcomes["b"].numerics == "relative"  # d agrees with it
     assert result.outcomes["d"].numerics == "relative"
     assert result.outcomes["c"].kind is Kind.NUMERICS
     assert set(result.ranking) == {"b", "d"}
+    alone = judged(Pretended({"b": 0.01}, broken={"ref": OOM}), [finalist("b")], tmp_path)
+    assert alone.outcomes["b"].numerics == "unchecked"
 
 
 def test_without_a_reference_numerics_stay_unchecked(tmp_path):

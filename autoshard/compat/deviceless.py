@@ -1,0 +1,104 @@
+"""Compiling for hardware that is not here: the public topologies, and the compile-only client.
+
+`jax.jit` would need the Python function on the topology's devices; a Module has only StableHLO
+bytes. The call that jit ends in for such devices is `client.compile` (jaxlib 0.10-0.12).
+"""
+
+import dataclasses
+import functools
+import os
+
+import jax
+from jax.experimental import topologies
+from jaxlib import xla_client
+from jaxlib.mlir import ir
+
+from autoshard.compat.executable import MemoryUse, compile_options, memory_use
+from autoshard.module import Module
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # libtpu would ask a cloud server where it is
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a lock file admits one process
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no driver whose version could be checked
+}
+"""What a process must find in its environment before it imports jax."""
+
+XLA_FLAGS = "--xla_gpu_autotune_level=0"  # autotuning would run kernels
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a compiler must know of devices that are not here; pickles small.
+
+    Attributes:
+      platform: "tpu" or "cuda".
+      topology: the compiler's own name, such as `4x4x4`, or `1x8x8` (slices x hosts x devices).
+      slices: of a TPU topology.
+      target_config: XLA's description of the GPU, a text proto; "" for TPUs.
+    """
+
+    platform: str
+    topology: str
+    slices: int = 1
+    target_config: str = ""
+
+
+def environment(inherited: dict[str, str]) -> dict[str, str]:
+    """The environment of a process that compiles for hardware that is not here."""
+    flags = " ".join(x for x in (inherited.get("XLA_FLAGS", ""), XLA_FLAGS) if x)
+    return {**inherited, **ENVIRONMENT, "XLA_FLAGS": flags}
+
+
+@functools.lru_cache(maxsize=4)
+def devices_of(hardware: Hardware) -> tuple[jax.Device, ...]:
+    """The devices of a topology, in the order of its name.
+
+    Raises:
+      RuntimeError: the environment is not that of `environment`.
+      jax.errors.JaxRuntimeError: the compiler knows no such topology.
+    """
+    if any(os.environ.get(k) != v for k, v in ENVIRONMENT.items()):
+        raise RuntimeError(
+            "a compiler without devices needs autoshard.compat.deviceless.ENVIRONMENT"
+        )
+    if hardware.platform == "tpu":
+        more = {"num_slices": hardware.slices} if hardware.slices > 1 else {}
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=hardware.topology, **more
+        )
+    else:
+        found = topologies.get_topology_desc(
+            platform=hardware.platform,
+            topology_name=hardware.topology,
+            topology=hardware.topology,
+            target_config=hardware.target_config,
+        )
+    return tuple(found.devices)
+
+
+def compile_without_devices(
+    module: Module, hardware: Hardware, order: tuple[int, ...]
+) -> tuple[MemoryUse, str]:
+    """Compiles a module with the target's own compiler.
+
+    Args:
+      order: for each place of the module's mesh, major to minor, the number of the device.
+
+    Returns:
+      What one device needs, and the optimized HLO of the program it runs.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the compiler refused, with its text.
+    """
+    found = devices_of(hardware)
+    devices = [found[i] for i in order] if order else list(found)
+    options = compile_options(module, [d.id for d in devices])
+    client = devices[0].client
+    # Deviceless clients take a module, not its bytes.
+    from jax.interpreters import mlir as jax_mlir
+
+    with jax_mlir.make_ir_context() as context:
+        parsed = ir.Module.parse(module.stablehlo, context)
+        executable = client.compile(parsed, xla_client.DeviceList(tuple(devices)), options)
+    return memory_use(executable), executable.hlo_modules()[0].to_string()

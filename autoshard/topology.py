@@ -1,0 +1,265 @@
+"""Targets that are not here: "v5p:4x4x4*2" -> chips, shape and where each device stands.
+
+No JAX devices and no compiler are needed: the order of devices is the one in which JAX's own
+topologies list them (libtpu 0.0.42 and 0.0.50, CUDA plugin 0.10.2 and 0.12.0; held by the tests
+marked deviceless): by slice, by host, and on a host by chip, the first dimension fastest.
+
+Not modelled: twisted tori, which some slices of v4 and v5p can be had as.
+"""
+
+import dataclasses
+import difflib
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from autoshard.catalogue import Chip
+from autoshard.catalogue.listing import examples
+from autoshard.errors import TargetError
+
+MAX_DEVICES = 65536
+"""More than any machine has; a slip of the pen should not fill the memory."""
+
+_LONGEST = 200
+_NAME = re.compile(r"(?P<chip>[^:*\s]+):(?P<shape>[^:*\s]+)(?:\*(?P<slices>[^:*\s]+))?")
+_Fail = Callable[[str, str], TargetError]
+_EXTENT = re.compile(r"[0-9]+")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a device stands.
+
+    Attributes:
+      slice: index of the slice; 0 where there is one.
+      host: index of the host, over all slices.
+      coords: TPU: of the chip in the torus of its slice, one for each extent of the shape; GPU:
+        (host in the slice, device in the host).
+      core: index among the JAX devices of the chip.
+    """
+
+    slice: int
+    host: int
+    coords: tuple[int, ...]
+    core: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Hardware that a target names. Made by `parse_topology`.
+
+    Attributes:
+      shape: TPU: chips along each dimension of the torus of one slice; GPU: hosts, devices a host.
+      slices: how many of these, joined by the datacenter network.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int
+
+    @property
+    def name(self) -> str:
+        """The canonical name: what `parse_topology` reads; equal for equal topologies."""
+        several = f"*{self.slices}" if self.slices > 1 else ""
+        return f"{self.chip.name}:{_joined(self.shape)}{several}"
+
+    @property
+    def device_count(self) -> int:
+        return self.slices * math.prod(self.shape) * self.chip.devices_per_chip
+
+    @property
+    def host_shape(self) -> tuple[int, ...]:
+        """Chips of one host along the dimensions of the torus (TPU); (1, devices of it) (GPU)."""
+        if self.chip.platform == "tpu":
+            return tuple(map(min, self.shape, self.chip.host_shape))
+        return (1, self.shape[1])
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Where each device stands, in the order in which the compiler lists the devices."""
+        return _positions(self)
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Whether each dimension of the torus closes to a ring; () where there is no torus."""
+        torus = next((link for link in self.chip.links if link.kind == "torus"), None)
+        if torus is None:
+            return ()
+        at = torus.wraps_at
+        rings = tuple(at is not None and extent % at == 0 for extent in self.shape)
+        return rings if all(rings) or not torus.cubes else (False,) * len(rings)
+
+    @property
+    def compiler_name(self) -> str:
+        """What the platform's compiler calls this: `topology_name` of JAX's `get_topology_desc`.
+
+        TPU: one slice, "v5p:4x4x4". CUDA: "1x8x8", slices x hosts x devices of a host.
+        """
+        if self.chip.platform == "tpu":
+            return f"{self.chip.name}:{_joined(self.shape)}"
+        return _joined((self.slices, *self.shape))
+
+    @property
+    def compiler_options(self) -> dict[str, object]:
+        """What else `get_topology_desc` must be told, beside platform and name.
+
+        libtpu takes every slice for a mesh without wraparound, every host for 2x2 chips and, on v4,
+        the cores of a chip for two devices, unless told otherwise.
+        """
+        if self.chip.platform != "tpu":
+            return {"target_config": self.chip.target_config, "topology": self.compiler_name}
+        options: dict[str, object] = {
+            "chips_per_host_bounds": _padded(self.host_shape, 1),
+            "wrap": _padded(self.wraps, False),
+        }
+        if self.chip.chip_config:
+            options["chip_config_name"] = self.chip.chip_config
+        if self.slices > 1:
+            options["num_slices"] = self.slices
+        return options
+
+
+@functools.lru_cache(maxsize=8)
+def _positions(topology: Topology) -> tuple[Position, ...]:
+    host_shape, shape = topology.host_shape, topology.shape
+    hosts = tuple(n // m for n, m in zip(shape, host_shape, strict=True))
+    # Of GPUs the coordinates are numbers of hosts and devices: the order is the usual one.
+    fastest_first = topology.chip.platform == "tpu"
+    places = [
+        (number, tuple(h * m + c for h, m, c in zip(host, host_shape, chip, strict=True)), core)
+        for number, host in enumerate(_grid(hosts, fastest_first))
+        for chip in _grid(host_shape, fastest_first)
+        for core in range(topology.chip.devices_per_chip)
+    ]
+    return tuple(
+        Position(slice=index, host=index * math.prod(hosts) + host, coords=coords, core=core)
+        for index in range(topology.slices)
+        for host, coords, core in places
+    )
+
+
+def _grid(shape: tuple[int, ...], fastest_first: bool) -> Iterator[tuple[int, ...]]:
+    """All coordinates in a shape; the first (or the last) dimension runs fastest."""
+    if not fastest_first:
+        return itertools.product(*map(range, shape))
+    return (point[::-1] for point in itertools.product(*map(range, shape[::-1])))
+
+
+def parse_topology(name: str, chips: Mapping[str, Chip]) -> Topology:
+    """Reads a target's name.
+
+    Args:
+      name: "chip:shape", or "chip:shape*slices" for several slices. The shape of a TPU slice is
+        its chips along each dimension of the torus ("v5e:16x16", "v5p:4x4x4*2"); that of a GPU
+        target is hosts x devices of a host ("h100:4x8").
+      chips: what can be named, from `autoshard.catalogue.catalogue`.
+
+    Raises:
+      TargetError: an unknown chip, a malformed shape, or one that the chip cannot have; the message
+        says what was got, what was expected and what to do next.
+    """
+    if len(name) > _LONGEST:
+        raise TargetError(
+            f"got a target name of {len(name)} characters, {name[:40]!r}..., expected at most"
+            f" {_LONGEST}, such as 'v5p:4x4x4'"
+        )
+    match = _NAME.fullmatch(name.strip())
+    head = name.strip().partition(":")[0]
+    if match is None and head in chips:
+        raise TargetError(
+            f"target {name!r}: got no readable shape, expected e.g. {_examples(chips[head])}"
+        )
+    if match is None:
+        raise TargetError(
+            f"target {name!r}: expected 'chip:shape' or 'chip:shape*slices', e.g."
+            " 'v5p:4x4x4' or 'h100:4x8'; print(autoshard.targets()) lists what can be named"
+        )
+    chip = chips.get(match["chip"])
+    if chip is None:
+        close = difflib.get_close_matches(match["chip"].lower(), chips, n=3, cutoff=0.5)
+        near = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        raise TargetError(
+            f"target {name!r}: got unknown chip {match['chip']!r}; {near}Known are"
+            f" {', '.join(chips)}; a chip of your own can be given in a catalogue file"
+            " (docs/catalogue.md)"
+        )
+
+    def fail(got: str, expected: str) -> TargetError:
+        return TargetError(
+            f"target {name!r}: got {got}, expected {expected}; e.g. {_examples(chip)}"
+        )
+
+    shape = tuple(_number(text, fail) for text in match["shape"].split("x"))
+    slices = _number(match["slices"], fail) if match["slices"] else 1
+    if len(shape) != chip.dims:
+        meaning = "hosts x devices of a host"
+        if chip.platform == "tpu":
+            meaning = "chips along each dimension of the torus"
+        raise fail(f"{len(shape)} extents", f"{chip.dims} for {chip.name}: {meaning}")
+    if chip.platform == "tpu":
+        _check_slice(chip, shape, fail)
+    elif shape[1] > chip.host_shape[0]:
+        raise fail(f"{shape[1]} devices a host", f"at most {chip.host_shape[0]} of {chip.name}")
+    if slices > 1 and chip.link("dcn") is None:
+        raise fail(
+            f"{slices} slices",
+            f"none: {chip.name} has no link of level 'dcn' between slices; give more hosts",
+        )
+    topology = Topology(chip=chip, shape=shape, slices=slices)
+    if topology.device_count > MAX_DEVICES:
+        raise fail(f"{topology.device_count} devices", f"at most {MAX_DEVICES}")
+    return topology
+
+
+def _check_slice(chip: Chip, shape: tuple[int, ...], fail: _Fail) -> None:
+    """Refuses shapes that no slice of this kind of TPU has. One chip alone is always taken."""
+    host, largest = chip.host_shape, chip.max_shape
+    if math.prod(shape) == 1:
+        return
+    if any(n % m for n, m in zip(shape, host, strict=True)):
+        raise fail(
+            f"a slice of {_joined(shape)} chips",
+            f"one chip or multiples of a host's {_joined(host)}",
+        )
+    torus = next((link for link in chip.links if link.kind == "torus"), None)
+    edge = torus.wraps_at if torus is not None and torus.cubes else None
+    if edge is not None:
+        within = all(edge % n == 0 for n in shape)
+        if not within and any(n % edge for n in shape):
+            raise fail(
+                f"a slice of {_joined(shape)} chips",
+                f"whole cubes, all extents multiples of {edge}, or a part of one cube,"
+                f" all extents divisors of {edge}",
+            )
+        if largest and math.prod(shape) > math.prod(largest):
+            raise fail(
+                f"a slice of {math.prod(shape)} chips",
+                f"at most {math.prod(largest)} ({_joined(largest)})",
+            )
+    elif largest:
+        for n, limit in zip(sorted(shape), sorted(largest), strict=True):
+            if limit % n:
+                raise fail(f"an extent of {n}", f"a part of the largest slice, {_joined(largest)}")
+
+
+def _number(text: str, fail: _Fail) -> int:
+    if not _EXTENT.fullmatch(text):
+        raise fail(repr(text), "a whole number")
+    if int(text) == 0:
+        raise fail("0", "a number of at least 1")
+    return int(text)
+
+
+def _examples(chip: Chip) -> str:
+    return ", ".join(map(repr, examples(chip)))
+
+
+def _joined(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
+    """Three extents: libtpu counts every torus as of three dimensions."""
+    return (*values, *[fill] * (3 - len(values)))

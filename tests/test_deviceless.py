@@ -1,0 +1,160 @@
+"""Planning for hardware that is not here: names, rung 1 on slow links, the whole search, the plan."""
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.cost import CostModel, catalogued
+from autoshard.network import Network
+from autoshard.rungs.propagate import Propagator
+from autoshard.space import mesh_shapes
+from autoshard.strategy import baselines
+from autoshard.target import find_target
+from autoshard.topology import Topology
+from autoshard.trial import Estimate, Failure, Kind
+from tests import analysed, workloads
+from tests.hardware import gpu, tpu
+
+BUDGET = autoshard.Budget(candidates=60, compiles=5)
+
+
+def needs(platform: str) -> None:
+    package = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}[platform]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'autoshard[{platform}]'")
+
+
+SMALL = [
+    pytest.param("tpu", "v5e:2x4", marks=pytest.mark.deviceless),
+    pytest.param("cuda", "h100:1x8", marks=pytest.mark.deviceless),
+]
+
+
+@pytest.mark.parametrize("topology", [gpu(2, 4), tpu(2, 2, 1, slices=2)], ids=["hosts", "slices"])
+def test_tensor_parallelism_stays_off_slow_links(topology: Topology) -> None:
+    """The same degrees of data and tensor parallelism, laid over the links both ways."""
+    of = analysed.analyse(workloads.mlp(batch=1 << 14))  # activations outweigh gradients
+    space = dataclasses.replace(of.space, meshes=tuple(mesh_shapes(8, (), ordered=True)))
+    cost = CostModel(catalogued(topology), network=Network(topology))
+    inside = next(
+        b.candidate.layout
+        for b in baselines(space)
+        if b.name == "data x TP" and b.candidate.layout.mesh == (("x", 2), ("y", 4))
+    )
+    across = next(iter(space._swapped(inside)))
+    assert across.mesh == (("x", 4), ("y", 2))
+    judged = [Propagator(of.analysis).judge(space, x, cost) for x in (inside, across)]
+    assert judged[0].flops == judged[1].flops
+    assert judged[0].communication_s < 0.5 * judged[1].communication_s
+
+
+def test_the_order_of_mesh_axes_is_part_of_the_space_where_links_differ() -> None:
+    here = find_target(jax.devices()[:8])
+    assert not here.uneven
+    there = dataclasses.replace(here, devices=(), topology=gpu(2, 4), shared_host=False)
+    assert there.uneven
+    space = dataclasses.replace(
+        analysed.subject("scanned_mlp").space, meshes=tuple(mesh_shapes(8, (), ordered=True))
+    )
+    wide = next(b for b in baselines(space) if b.candidate.layout.mesh == (("x", 4), ("y", 2)))
+    moved = {near.layout.mesh for near in space.drafts(wide.candidate)}
+    assert (("x", 2), ("y", 4)) in moved
+
+
+@pytest.mark.parametrize(("platform", "name"), SMALL)
+def test_a_search_for_hardware_that_is_not_here(
+    platform: str, name: str, tmp_path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    needs(platform)
+    journal = tmp_path / "journal.jsonl"
+    plan = autoshard.search(workloads.mlp, name, budget=BUDGET, journal=journal)
+    assert capfd.readouterr() == ("", ""), "the compilers' noise reached the terminal"
+    trials = plan.evidence.trials
+    compiled = [t.compiled for t in trials if isinstance(t.compiled, Estimate)]
+    assert len(compiled) == 5 and all(c.time_s > 0 for c in compiled)
+    assert all(t.profiled is None for t in trials)
+    text = str(plan)
+    assert name in text and "unchecked" in text
+    for call in (
+        plan.init,
+        lambda: plan.step(None, None),
+        lambda: plan.put({}),
+        lambda: plan.jit(id),
+    ):
+        with pytest.raises(autoshard.PlanError, match="not here.*load_plan"):
+            call()
+
+    # Again with the journal: nothing is compiled anew.
+    lines = len(journal.read_text().splitlines())
+    again = autoshard.search(workloads.mlp, name, budget=BUDGET, journal=journal)
+    assert again.layout == plan.layout
+    assert len(journal.read_text().splitlines()) == lines
+
+    # The plan file goes to where the devices are; here 8 of another kind.
+    path = str(tmp_path / "plan.json")
+    plan.save(path)
+    assert json.loads((tmp_path / "plan.json").read_text())["target"]["topology"] == name
+    with pytest.raises(autoshard.PlanError, match="platform: recorded"):
+        autoshard.load_plan(path, workloads.mlp, jax.devices()[:8])
+    loaded = autoshard.load_plan(path, workloads.mlp, jax.devices()[:8], check_target=False)
+    state, batch = loaded.init(), loaded.put(workloads.batch_of())
+    for _ in range(2):
+        state, metrics = loaded.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    with pytest.raises(autoshard.PlanError, match="another model"):
+        autoshard.load_plan(
+            path, lambda: workloads.mlp(rate=0.2), jax.devices()[:8], check_target=False
+        )
+
+
+@pytest.mark.parametrize(("platform", "name"), SMALL)
+def test_what_fits_nowhere_is_told_with_what_would_help(platform: str, name: str) -> None:
+    needs(platform)
+    with pytest.raises(autoshard.NoPlanError) as error:
+        autoshard.search(workloads.mlp, name, budget=BUDGET, memory_bytes=30_000)
+    text = str(error.value)
+    assert "no layout fits" in text and name in text and "closest needs" in text
+    assert "devices instead of 8" in text
+
+
+@pytest.mark.parametrize(("platform", "name"), SMALL)
+def test_a_hang_and_a_crash_of_the_compiler_cost_one_candidate(platform: str, name: str) -> None:
+    needs(platform)
+    budget = dataclasses.replace(BUDGET, compiles=2, compile_seconds=0.01)
+    with pytest.raises(autoshard.NoPlanError, match="timeout"):
+        autoshard.search(workloads.mlp, name, budget=budget)
+
+
+def test_a_compiler_that_is_not_installed_is_named_with_the_command(monkeypatch) -> None:
+    from autoshard import target
+
+    def missing(platform: str) -> str:
+        raise autoshard.TargetError(f"pip install 'autoshard[{platform}]'")
+
+    monkeypatch.setattr(target, "require_compiler", missing)
+    with pytest.raises(autoshard.TargetError, match=r"autoshard\[tpu\]"):
+        autoshard.search(workloads.mlp, "v5e:2x4")
+
+
+def test_unknown_hardware_is_refused_before_anything_else() -> None:
+    with pytest.raises(autoshard.TargetError, match="v5x"):
+        autoshard.search(workloads.mlp, "v5x:2x4")
+
+
+def test_an_oom_of_the_compiler_is_a_typed_failure() -> None:
+    """libtpu refuses with its true figures; they say how far the nearest layout is."""
+    from autoshard.no_plan import _peak
+    from autoshard.trial import Stage, Trial
+
+    target = dataclasses.replace(find_target(jax.devices()[:8]), topology=tpu(2, 2, 2), devices=())
+    trial = Trial(
+        candidate=next(iter(baselines(analysed.subject("scanned_mlp").space))).candidate,
+        propagated=Failure(stage=Stage.PROPAGATE, kind=Kind.UNSUPPORTED, message=""),
+        compiled=Failure(stage=Stage.COMPILE, kind=Kind.OOM, message="", missing_bytes=5),
+    )
+    assert _peak(trial, target) == 15_000_000_005

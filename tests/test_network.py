@@ -1,0 +1,130 @@
+"""Collectives on links: exact costs on small tori and switches, and laws that hold on all."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.network import Network, collective_s, places_of_axes
+from autoshard.topology import Topology
+from tests.hardware import gpu, link, tpu
+
+GIB = 1e9
+
+
+def seconds(
+    topology: Topology, kind: str, axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]
+) -> float:
+    """Of one gigabyte."""
+    size = len(places_of_axes(axes, mesh)) if axes else 0
+    return collective_s(kind, Network(topology).spans(axes, size, mesh), GIB)
+
+
+def test_a_ring_is_fed_from_both_sides_and_a_line_from_one() -> None:
+    ring = seconds(tpu(4, 1, 1), "all_gather", ("x",), (("x", 4),))
+    assert ring == pytest.approx(0.75 / 2)
+    line = seconds(tpu(2, 1, 1), "all_gather", ("x",), (("x", 2),))
+    assert line == pytest.approx(0.5)
+
+
+def test_each_dimension_of_a_torus_adds_its_links() -> None:
+    mesh = (("x", 16),)
+    assert seconds(tpu(4, 4, 1), "all_gather", ("x",), mesh) == pytest.approx(15 / 16 / 4)
+    assert seconds(tpu(4, 4, 1), "reduce_scatter", ("x",), mesh) == pytest.approx(15 / 16 / 4)
+    assert seconds(tpu(4, 4, 1), "all_reduce", ("x",), mesh) == pytest.approx(2 * 15 / 16 / 4)
+    # The busiest cut: 4 rings, half of 16 GB crosses its 8 links, half of that each way.
+    assert seconds(tpu(4, 4, 1), "all_to_all", ("x",), mesh) == pytest.approx(16 / 4 / (4 * 2))
+
+
+def test_a_mesh_axis_gets_the_dimension_it_lies_on() -> None:
+    mesh = (("x", 4), ("y", 4))
+    for axis in "xy":
+        one = seconds(tpu(4, 4, 1), "all_gather", (axis,), mesh)
+        assert one == pytest.approx(0.75 / 2)
+    both = seconds(tpu(4, 4, 1), "all_gather", ("x", "y"), mesh)
+    assert both == pytest.approx(15 / 16 / 4)
+
+
+def test_slices_are_joined_by_the_slow_network() -> None:
+    topology, mesh = tpu(4, 4, 1, slices=2), (("x", 2), ("y", 16))
+    inside = seconds(topology, "all_reduce", ("y",), mesh)
+    across = seconds(topology, "all_reduce", ("x",), mesh)
+    assert inside == pytest.approx(2 * 15 / 16 / 4)
+    assert across == pytest.approx(2 * 0.5 / 0.01)
+    # Over both, each of the 16 chips of a slice carries its part across.
+    every = seconds(topology, "all_reduce", ("x", "y"), mesh)
+    assert every == pytest.approx(2 * 0.5 / (0.01 * 16))
+
+
+def test_hosts_are_joined_by_the_slow_network() -> None:
+    topology = gpu(4, 8)
+    assert seconds(topology, "all_gather", ("y",), (("x", 4), ("y", 8))) == pytest.approx(7 / 8)
+    assert seconds(topology, "all_gather", ("x",), (("x", 4), ("y", 8))) == pytest.approx(7.5)
+    whole = seconds(topology, "all_gather", ("x",), (("x", 32),))
+    assert whole == pytest.approx(max(7 / 8, 0.75 / (0.1 * 8)))
+    # Swapped, the axis of 8 runs over 4 hosts in pairs.
+    swapped = seconds(topology, "all_gather", ("x",), (("x", 8), ("y", 4)))
+    assert swapped == pytest.approx(max(0.5, 0.75 / (0.1 * 2)))
+
+
+def test_a_domain_of_many_hosts_is_one_switch() -> None:
+    topology = gpu(
+        4,
+        4,
+        host_shape=(4,),
+        links=(link("nvlink", "switch", 1e9, domain=8), link("network", "switch", 1e8)),
+    )
+    assert seconds(topology, "all_gather", ("y",), (("x", 2), ("y", 8))) == pytest.approx(7 / 8)
+
+
+def test_cores_of_a_chip_share_its_links() -> None:
+    links = (link("chip", "switch", 4e9, domain=2), link("ici", "torus", 1e9, wraps_at=4))
+    topology = tpu(4, 1, 1, devices_per_chip=2, links=links, device_kind="made up")
+    mesh = (("x", 4), ("y", 2))
+    assert seconds(topology, "all_gather", ("y",), mesh) == pytest.approx(0.5 / 4)
+    assert seconds(topology, "all_gather", ("x",), mesh) == pytest.approx(0.75 / (2 * 0.5))
+    assert seconds(topology, "all_gather", ("x", "y"), mesh) == pytest.approx(0.75 / (2 * 0.5 * 2))
+
+
+def test_groups_between_each_other_share_links() -> None:
+    """On 8 chips in a row an axis of 2 at distance 4 shares its links with three others."""
+    topology, mesh = tpu(8, 1, 1, device_kind="made up"), (("x", 2), ("y", 4))
+    near = seconds(topology, "collective_permute", ("y",), mesh)
+    far = seconds(topology, "collective_permute", ("x",), mesh)
+    assert near == pytest.approx(1.0) and far == pytest.approx(4.0)
+
+
+def test_parts_of_axes_are_places() -> None:
+    mesh = (("x", 2), ("y", 8))
+    assert places_of_axes(("y",), mesh) == tuple(range(8))
+    assert places_of_axes(("x",), mesh) == (0, 8)
+    assert places_of_axes(('"y":(1)2',), mesh) == (0, 4)
+    assert places_of_axes(('"y":(2)4',), mesh) == (0, 1, 2, 3)
+    assert places_of_axes(("x", '"y":(4)2'), mesh) == (0, 1, 8, 9)
+
+
+def test_groups_that_are_no_product_of_axes_are_spread_out() -> None:
+    spans = Network(gpu(4, 8)).spans((), 4, (("x", 32),))
+    assert [s.ways for s in spans] == [4]  # one on each host
+
+
+shapes = st.sampled_from([(4, 4, 4), (2, 4, 1), (8, 4, 1), (2, 2, 2), (4, 4, 8)])
+
+
+@given(shapes, st.data())
+def test_every_group_of_a_torus_costs_something_and_more_for_more(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    topology = tpu(*shape)
+    count = math.prod(shape)
+    first = data.draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0]))
+    mesh = (("x", first), ("y", count // first))
+    for axes in (("x",), ("y",), ("x", "y")):
+        ways = len(places_of_axes(axes, mesh))
+        spans = Network(topology).spans(axes, ways, mesh)
+        assert math.prod(s.ways for s in spans) == ways
+        for kind in ("all_gather", "all_reduce", "all_to_all", "collective_permute"):
+            cost = collective_s(kind, spans, 1e6)
+            assert math.isfinite(cost) and (cost > 0) == (ways > 1)
+            assert collective_s(kind, spans, 2e6) >= cost
