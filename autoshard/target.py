@@ -70,8 +70,7 @@ class Target:
         return Hardware(
             platform=self.topology.chip.platform,
             topology=self.topology.compiler_name,
-            slices=self.topology.slices,
-            target_config=self.topology.chip.target_config,
+            options=tuple(self.topology.compiler_options.items()),
         )
 
     def order(self, shape: Sequence[tuple[str, int]]) -> tuple[int, ...]:

@@ -125,12 +125,10 @@ class Topology:
 def _positions(topology: Topology) -> tuple[Position, ...]:
     host_shape, shape = topology.host_shape, topology.shape
     hosts = tuple(n // m for n, m in zip(shape, host_shape, strict=True))
-    # Of GPUs the coordinates are numbers of hosts and devices: the order is the usual one.
-    fastest_first = topology.chip.platform == "tpu"
     places = [
         (number, tuple(h * m + c for h, m, c in zip(host, host_shape, chip, strict=True)), core)
-        for number, host in enumerate(_grid(hosts, fastest_first))
-        for chip in _grid(host_shape, fastest_first)
+        for number, host in enumerate(_grid(hosts))
+        for chip in _grid(host_shape)
         for core in range(topology.chip.devices_per_chip)
     ]
     return tuple(
@@ -140,10 +138,8 @@ def _positions(topology: Topology) -> tuple[Position, ...]:
     )
 
 
-def _grid(shape: tuple[int, ...], fastest_first: bool) -> Iterator[tuple[int, ...]]:
-    """All coordinates in a shape; the first (or the last) dimension runs fastest."""
-    if not fastest_first:
-        return itertools.product(*map(range, shape))
+def _grid(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All coordinates in a shape, the first dimension fastest."""
     return (point[::-1] for point in itertools.product(*map(range, shape[::-1])))
 
 

@@ -1,4 +1,4 @@
-"""Planning for hardware that is not here: names, rung 1 on slow links, the whole search, the plan."""
+"""Planning for hardware that is not here: names, slow links, the whole search, the plan file."""
 
 import dataclasses
 import importlib.util

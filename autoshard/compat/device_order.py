@@ -11,6 +11,8 @@ from jax.experimental import mesh_utils
 from autoshard.errors import TargetError
 from autoshard.topology import Position
 
+_KINDS = {"TPU v5": "TPU v5p"}  # libtpu says the one, mesh_utils knows the other
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Device:
@@ -51,7 +53,7 @@ def device_order(
         _Device(
             id=i,
             platform=platform,
-            device_kind=device_kind,
+            device_kind=_KINDS.get(device_kind, device_kind),
             process_index=p.host,
             slice_index=p.slice,
             coords=(*p.coords, *(0,) * (3 - len(p.coords))),

@@ -9,6 +9,7 @@ import functools
 import os
 
 import jax
+import jax.interpreters.mlir as jax_mlir
 from jax.experimental import topologies
 from jaxlib import xla_client
 from jaxlib.mlir import ir
@@ -33,15 +34,13 @@ class Hardware:
 
     Attributes:
       platform: "tpu" or "cuda".
-      topology: the compiler's own name, such as `4x4x4`, or `1x8x8` (slices x hosts x devices).
-      slices: of a TPU topology.
-      target_config: XLA's description of the GPU, a text proto; "" for TPUs.
+      topology: the compiler's own name, such as `v5p:4x4x4`, or `1x8x8` (slices x hosts x devices).
+      options: what else `get_topology_desc` is told, as (name, value) pairs.
     """
 
     platform: str
     topology: str
-    slices: int = 1
-    target_config: str = ""
+    options: tuple[tuple[str, object], ...] = ()
 
 
 def environment(inherited: dict[str, str]) -> dict[str, str]:
@@ -62,18 +61,9 @@ def devices_of(hardware: Hardware) -> tuple[jax.Device, ...]:
         raise RuntimeError(
             "a compiler without devices needs autoshard.compat.deviceless.ENVIRONMENT"
         )
-    if hardware.platform == "tpu":
-        more = {"num_slices": hardware.slices} if hardware.slices > 1 else {}
-        found = topologies.get_topology_desc(
-            platform="tpu", topology_name=hardware.topology, **more
-        )
-    else:
-        found = topologies.get_topology_desc(
-            platform=hardware.platform,
-            topology_name=hardware.topology,
-            topology=hardware.topology,
-            target_config=hardware.target_config,
-        )
+    found = topologies.get_topology_desc(
+        platform=hardware.platform, topology_name=hardware.topology, **dict(hardware.options)
+    )
     return tuple(found.devices)
 
 
@@ -95,9 +85,7 @@ def compile_without_devices(
     devices = [found[i] for i in order] if order else list(found)
     options = compile_options(module, [d.id for d in devices])
     client = devices[0].client
-    # Deviceless clients take a module, not its bytes.
-    from jax.interpreters import mlir as jax_mlir
-
+    # These clients take a module, not its bytes.
     with jax_mlir.make_ir_context() as context:
         parsed = ir.Module.parse(module.stablehlo, context)
         executable = client.compile(parsed, xla_client.DeviceList(tuple(devices)), options)
