@@ -86,7 +86,7 @@ def test_a_search_for_hardware_that_is_not_here(
         lambda: plan.put({}),
         lambda: plan.jit(id),
     ):
-        with pytest.raises(autoshard.PlanError, match="not here.*load_plan"):
+        with pytest.raises(autoshard.PlanError, match=r"not here.*load_plan"):
             call()
 
     # Again with the journal: nothing is compiled anew.

@@ -2,18 +2,20 @@
 
 Known from shapes are the library calls that XLA makes of matrix products and convolutions (cuBLAS,
 cuDNN, oneDNN) and cuDNN's fused attention. A Pallas kernel for TPU may declare its cost
-(`pl.CostEstimate`), which XLA keeps in the backend_config. Of everything else only the memory
-traffic is known.
+(`pl.CostEstimate`), which XLA keeps in the backend_config; where it does not, the matrix products
+in its body count, which stands there too. Of everything else only the memory traffic is known.
 """
 
 import dataclasses
 import math
 import re
 
+from autoshard.compat import mosaic
 from autoshard.hlo.flops import convolution_flops
 from autoshard.hlo.records import Computation, Instruction, Shape
 
 _DECLARED = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
+_BODY = re.compile(r'"body":\s*"([^"]+)"')
 _FIELD = re.compile(
     r'"(flops|transcendentals|bytes_accessed|remote_bytes_transferred)":\s*"?(-?\d+)'
 )
@@ -30,6 +32,7 @@ class CallCost:
       matmul_flops: 2 a multiply-add; of a declared cost all but the transcendentals.
       element_flops: everything else, transcendentals included.
       bytes: declared memory traffic; None where operands and results tell.
+      counted: the products are those in the kernel's own body, masked blocks included.
       remote_bytes: what it declares to send to other devices by itself.
       declared: the figures are those the kernel's author declared.
     """
@@ -39,6 +42,7 @@ class CallCost:
     element_flops: float = 0.0
     transcendentals: float = 0.0
     bytes: float | None = None
+    counted: bool = False
     remote_bytes: float = 0.0
     declared: bool = False
 
@@ -55,6 +59,8 @@ def call_cost(instruction: Instruction, computation: Computation) -> CallCost | 
     if declared := _declared(instruction, shapes):
         return declared
     target = instruction.custom_call_target
+    if target == "tpu_custom_call":
+        return _in_body(instruction, shapes)
     if _MEMORY_BOUND.search(target):
         return CallCost(dtype="", element_flops=float(sum(s.size for s in instruction.shapes)))
     if not target.startswith("__"):
@@ -88,6 +94,16 @@ def _declared(instruction: Instruction, operands: tuple[Shape, ...]) -> CallCost
         remote_bytes=fields.get("remote_bytes_transferred", 0.0),
         declared=True,
     )
+
+
+def _in_body(instruction: Instruction, operands: tuple[Shape, ...]) -> CallCost | None:
+    """The products in a Pallas kernel's own body; a kernel without any stays unknown."""
+    found = _BODY.search(instruction.attribute("backend_config"))
+    flops = mosaic.matmul_flops(found[1]) if found else None
+    if not flops:
+        return None
+    floats = [s.dtype for s in (*operands, *instruction.shapes) if s.dtype[0] in "bf"]
+    return CallCost(dtype=floats[0] if floats else "", matmul_flops=flops, counted=True)
 
 
 def _library_product(instruction: Instruction, operands: tuple[Shape, ...]) -> float:

@@ -1,8 +1,8 @@
 """A parser of optimized, scheduled HLO text, as `compiled.as_text()` prints it.
 
 It reads what the counts need and keeps every other attribute as text. Read on XLA:CPU, XLA:TPU
-(libtpu 0.0.42) and, from XLA's own tests, XLA:GPU text; on jax 0.10.2 and 0.12.0. Not read: inline
-computations (`to_apply={...}`), which scheduled modules do not hold.
+(libtpu 0.0.42 and 0.0.50) and XLA:GPU text; on jax 0.10.2 and 0.12.0. Not read: inline computations
+(`to_apply={...}`), which scheduled modules do not hold.
 """
 
 import functools

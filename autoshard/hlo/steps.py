@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from autoshard.hlo.collectives import collective, continues_another, is_collective
 from autoshard.hlo.custom_calls import call_cost
-from autoshard.hlo.flops import TRANSCENDENTAL, matmul_flops, plain_flops
+from autoshard.hlo.flops import ELEMENTWISE, TRANSCENDENTAL, matmul_flops, plain_flops
 from autoshard.hlo.groups import MeshShape
 from autoshard.hlo.records import Computation, HloModule, Instruction
-from autoshard.hlo.traffic import FREE, FREE_CALLS, Traffic
+from autoshard.hlo.traffic import FREE, FREE_CALLS, HOST, Traffic
 from autoshard.hlo.trips import trip_count
 from autoshard.hlo.work import Work
 from autoshard.trial import Collective
@@ -26,6 +26,10 @@ _MOVES = frozenset(("copy", "dynamic-slice", "dynamic-update-slice", "slice"))
 _PASSED_ON = frozenset(("bitcast", "copy", "get-tuple-element", "opt-barrier"))
 _ENDLESS = 1 << 53
 """Cycles no kernel takes: libtpu prints 2**63-1 for a kernel that runs on the sparse core."""
+_HOST_TRAFFIC = "what moves between device and host is priced as traffic of the main memory"
+_COUNTED = (
+    "Pallas kernels without a declared cost: the products in their bodies, masked blocks as full"
+)
 ANY = ""
 """The key of whoever waits for something that was started out of sight."""
 
@@ -50,10 +54,12 @@ class Launch:
       work: all that it does besides communicating; its bytes are the whole instruction's.
       exchanges: the collectives that begin here.
       copy_key: names an asynchronous copy for its `Wait`; None for everything else.
+      scalar: on TPU, arithmetic on single numbers, which the scalar unit does beside everything.
       unmodelled: targets of custom calls of which only the memory traffic is known.
     """
 
     work: Work
+    scalar: bool = False
     exchanges: tuple[Exchange, ...] = ()
     copy_key: str | None = None
     unmodelled: tuple[str, ...] = ()
@@ -188,6 +194,10 @@ class Steps:
         started = opcode != instruction.opcode
         yield from (Wait(key=key) for key in inside.ended)
         moved = float(self._traffic.bytes_of(instruction, computation))
+        copies = opcode in _MOVES
+        if self._touches_host(instruction, computation):
+            inside.assumptions[_HOST_TRAFFIC] = None
+            copies |= not (inside.matmul or inside.elements)
         cycles = _CYCLES.search(instruction.attribute("backend_config"))
         if cycles and not 0 <= int(cycles[1]) < _ENDLESS:
             said = (
@@ -206,11 +216,23 @@ class Steps:
                 cycles=int(cycles[1]) if cycles else None,
                 declared=inside.declared,
             ),
+            scalar=self._is_scalar(instruction, opcode) and cycles is None,
             exchanges=tuple(inside.exchanges),
-            copy_key=instruction.name if started and opcode in _MOVES else None,
+            copy_key=instruction.name if started and copies else None,
             unmodelled=tuple(inside.unmodelled),
             assumptions=tuple(inside.assumptions),
         )
+
+    def _is_scalar(self, instruction: Instruction, opcode: str) -> bool:
+        return (
+            self._module.tiled
+            and (opcode in ELEMENTWISE or opcode in ("copy", "reshape"))
+            and all(shape.size <= 1 for shape in instruction.shapes)
+        )
+
+    def _touches_host(self, instruction: Instruction, computation: Computation) -> bool:
+        values = (instruction, *(computation.find(name) for name in instruction.operands))
+        return any(shape.space == HOST for value in values for shape in value.shapes)
 
     def _inside(self, computation: Computation, source: str) -> _Inside:
         """What a computation inside of one kernel does.
@@ -303,6 +325,8 @@ class Steps:
         inside.transcendentals += cost.transcendentals
         inside.bytes += cost.bytes or 0.0
         inside.declared |= cost.declared
+        if cost.counted:
+            inside.assumptions[_COUNTED] = None
         if cost.remote_bytes:
             said = (
                 f"custom call {instruction.custom_call_target} %{instruction.name}: sends "

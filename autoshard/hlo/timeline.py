@@ -193,6 +193,8 @@ class _Replay:
                 return
             # The collective's price has its memory traffic in it; what is fused with it adds none.
             work = dataclasses.replace(work, bytes=0.0)
+        if launch.scalar:
+            return
         seconds = self._prices.kernel_s(work)
         if launch.copy_key is not None:
             clock.copy(seconds, launch.copy_key)

@@ -50,13 +50,15 @@ _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 _WORKSPACE = ("s8", "u8")
 _FOLLOWED = frozenset(("bitcast", "convert", "copy", "reshape", "reverse", "transpose"))
 _ON_CHIP = (1, 2, 3, 4, 6)
+HOST = 5
+"""The memory space of the host, on TPU and GPU."""
 
 
 class Traffic:
     """Bytes moved by the instructions of one module.
 
     On TPU, whose layouts are tiled, the memory spaces 1 to 4 and 6 lie on the chip and cost
-    nothing; 5 is the host's.
+    nothing.
     """
 
     def __init__(self, module: HloModule) -> None:

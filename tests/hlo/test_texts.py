@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gzip
 import pathlib
+import re
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_every_text_has_a_timeline(name):
     assert not any("trip count" in said for said in found.assumptions)
 
 
-@pytest.mark.parametrize("name", named("products"))
+@pytest.mark.parametrize("name", [*named("products", "h"), *named("products", "v")])
 def test_large_products_take_what_peak_allows(name):
     peak_s = FLOPS["products"] / target(name).peak_flops_per_s
     assert peak_s <= replayed(name).compute_s < 1.1 * peak_s
@@ -125,10 +126,10 @@ def test_the_tpu_compilers_cycles_are_within_twice_of_peak(name):
 @pytest.mark.parametrize("name", named("tower"))
 def test_communication_hides_where_the_compiler_overlaps_it(name):
     found = replayed(name)
-    if "h100" in name or "v5e" in name:
-        assert found.exposed_s < 0.95 * found.communication_s
-    else:  # XLA:CPU and, by default, XLA for v5p start no collective early
+    if "cpu" in name:  # starts nothing early
         assert found.exposed_s == pytest.approx(found.communication_s)
+    else:
+        assert found.exposed_s < 0.95 * found.communication_s
 
 
 def kinds(name: str) -> list[tuple[str, int, tuple[str, ...], int]]:
@@ -185,14 +186,22 @@ def test_cudnn_attention_counts_its_products():
     assert found.unmodelled == ()
 
 
-def test_a_pallas_kernel_for_tpu_costs_what_it_declares_or_is_named():
+def test_a_pallas_kernel_for_tpu_costs_what_it_declares_or_what_its_body_says():
     (name,) = named("kernels", "v5e")
     found = count(module(name), AXES)
-    assert found.matmul_flops == 5 * 2 * 1024 * 2048 * 2048
-    assert found.unmodelled == (("tpu_custom_call", 5),)
-    ((what, share),) = replayed(name).unmodelled
-    assert what == "custom call tpu_custom_call x5: only its memory traffic"
-    assert 0.05 < share < 0.5
+    # Five times two products, of which one is declared.
+    assert found.matmul_flops == 5 * 2 * 2 * 1024 * 2048 * 2048
+    assert found.unmodelled == ()
+    (said,) = replayed(name).assumptions
+    assert "without a declared cost" in said
+
+
+@pytest.mark.parametrize("body", ["", "TUzv", "not base64!"])
+def test_a_body_that_cannot_be_read_leaves_its_kernel_unknown(body):
+    (name,) = named("kernels", "v5e")
+    text = gzip.decompress((TEXTS / f"{name}.txt.gz").read_bytes()).decode()
+    broken = parse(re.sub(r'"body":"[^"]*"', f'"body":"{body}"', text))
+    assert count(broken, AXES).unmodelled == (("tpu_custom_call", 5),)
 
 
 def test_a_pallas_kernel_for_gpu_declares_nothing_and_is_named():
@@ -209,4 +218,6 @@ def test_the_sparse_cores_kernels_have_no_cycles_and_run_in_turn():
     assert any("9223372036854775807 estimated cycles" in sentence for sentence in said)
     # Else the step would take centuries.
     assert replayed(name).total_s < 1
-    assert count(module(name), AXES).estimated_cycles < 1e9
+    found = count(module(name), AXES)
+    assert found.estimated_cycles < 1e9
+    assert found.unmodelled == ()

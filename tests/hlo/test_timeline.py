@@ -103,8 +103,9 @@ def test_what_nobody_waits_for_still_ends_within_the_step():
 
 def test_a_done_finds_its_start_through_updates():
     update = "  %u = (f32[16,8]{1,0}, f32[64,8]{1,0}) async-update(%s)"
-    found = replay(start("s", 7), update, kernel("k", 1), done("d", "u"), kernel("l", 1))
-    assert seconds(found) == (8, 2, 7, 6)
+    lines = start("s", 7), start("t", 5), update, kernel("k", 1), done("d", "u")
+    # Without the update it would wait for both, 12 s.
+    assert seconds(replay(*lines, kernel("l", 9), done("e", "t"))) == (16, 10, 12, 6)
 
 
 GATHER = """\
@@ -250,3 +251,127 @@ def test_cycles_that_cannot_be_are_ignored_and_named(cycles):
     found = replay(kernel("k", 3).replace('"3"', f'"{cycles}"'), prices=Seeing())
     assert [work.cycles for work in seen] == [None]
     assert found.assumptions == (f"%k: its {cycles} estimated cycles cannot be, and are ignored",)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # libtpu, then XLA:GPU: activations offloaded from a scan
+        "  %s = ((f32[16,8]{1,0:T(8,128)S(5)}, f32[1,8]{1,0}, s32[]), f32[16,8]{1,0:T(8,128)S(5)}, "
+        "u32[]) dynamic-update-slice-start(%h, %u, %i, %i)",
+        "  %s = ((f32[16,8]{1,0:S(5)}, f32[1,8]{1,0}, s32[]), f32[16,8]{1,0:S(5)}, u32[]) "
+        "fusion-start(%h, %u, %i, %i), kind=kCustom, calls=%moved",
+    ],
+)
+def test_what_moves_to_the_host_overlaps_and_is_named(line):
+    moved = """\
+%moved (a: f32[16,8], b: f32[1,8], c: s32[], d: s32[]) -> f32[16,8] {
+  %a = f32[16,8]{1,0:S(5)} parameter(0)
+  %b = f32[1,8]{1,0} parameter(1)
+  %c = s32[] parameter(2)
+  %d = s32[] parameter(3)
+  ROOT %e = f32[16,8]{1,0:S(5)} dynamic-update-slice(%a, %b, %c, %d)
+}
+
+"""
+    opcode = "fusion" if "fusion" in line else "dynamic-update-slice"
+    found = replay(
+        "  %h = f32[16,8]{1,0:S(5)} parameter(1)\n  %u = f32[1,8]{1,0} parameter(2)",
+        "  %i = s32[] parameter(3)",
+        line + ', backend_config={"estimated_cycles":"6"}',
+        kernel("k", 4),
+        f"  %d = f32[16,8]{{1,0:S(5)}} {opcode}-done(%s)",
+        others=moved,
+    )
+    assert seconds(found) == (6, 6, 0, 0)
+    (said,) = found.assumptions
+    assert "host" in said
+
+
+class Launches(Told):
+    """A second a launch."""
+
+    def kernel_s(self, work: Work) -> float:
+        return 1.0
+
+
+def test_single_numbers_are_free_on_tpu_alone():
+    lines = (
+        "  %i = u32[1]{0} parameter(1)",
+        "  %j = u32[1]{0:S(6)} add(%i, %i)",
+        "  %k = u32[1]{0:S(6)} copy(%j)",
+        "  %n = f32[16,8]{1,0} negate(%p)",
+    )
+    tiled = ", entry_computation_layout={(f32[16,8]{1,0:T(8,128)})->f32[]}"
+    assert seconds(replay(*lines, prices=Launches(), tiled=tiled)) == (1, 1, 0, 0)
+    assert seconds(replay(*lines, prices=Launches())) == (3, 3, 0, 0)
+
+
+CHAIN = """\
+%start.{n} (s: f32[16,8]) -> (f32[16,8], f32[64,8], u32[]) {{
+  %s = f32[16,8]{{1,0}} parameter(0)
+  %ag = f32[64,8]{{1,0}} all-gather(%s), {gather}
+  ROOT %cc = (f32[16,8]{{1,0}}, f32[64,8]{{1,0}}, u32[]{{:S(2)}}) custom-call(%ag), custom_call_target="AsyncCollectiveStart"
+}}
+
+%during.{n} (d: f32[16,8], e: f32[16,8]) -> (f32[16,8], f32[64,8]) {{
+  %d = f32[16,8]{{1,0}} parameter(0)
+  %ag = f32[64,8]{{1,0}} all-gather(%d), {gather}
+  %e = f32[16,8]{{1,0}} parameter(1)
+  %n = f32[16,8]{{1,0}} negate(%e)
+  ROOT %t = (f32[16,8]{{1,0}}, f32[64,8]{{1,0}}) tuple(%n, %ag)
+}}
+
+%done.{n} (f: f32[16,8]) -> f32[64,8] {{
+  %f = f32[16,8]{{1,0}} parameter(0)
+  %ag = f32[64,8]{{1,0}} all-gather(%f), {gather}
+  ROOT %cc = f32[64,8]{{1,0}} custom-call(%f, %ag), custom_call_target="AsyncCollectiveDone"
+}}
+
+"""
+
+
+def chain(number: int, seconds: int) -> str:
+    """As libtpu prints it; collectives that shard_map makes all have channel 1."""
+    gather = (
+        "channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, use_global_device_ids=true, "
+        f'frontend_attributes={{chain_id="{number}"}}, metadata={{op_name="{seconds}"}}, '
+        'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
+    )
+    return CHAIN.format(n=number, gather=gather)
+
+
+def fusion(name: str, calls: str, reads: str = "p", cycles: int = 0) -> str:
+    config = f', backend_config={{"estimated_cycles":"{cycles}"}}' if cycles else ""
+    return (
+        f"  %{name} = f32[64,8]{{1,0}} fusion({', '.join('%' + r for r in reads.split())}), "
+        f"kind=kCustom, calls=%{calls}{config}"
+    )
+
+
+def test_tpu_collectives_run_from_the_fusion_that_starts_them_to_the_one_that_ends_them():
+    both = chain(0, 7) + chain(1, 5)
+    one = fusion("a", "start.0"), fusion("b", "during.0", "p p", 4), fusion("c", "done.0")
+    assert seconds(replay(*one, kernel("k", 9), others=both)) == (16, 13, 7, 3)
+    lines = (
+        fusion("a", "start.0"),
+        fusion("b", "start.1"),
+        fusion("c", "during.0", "p p", 4),
+        fusion("d", "done.0"),
+        fusion("e", "during.1", "p p", 4),
+        fusion("f", "done.1"),
+    )
+    assert seconds(replay(*lines, others=both)) == (12, 8, 12, 4)
+
+
+def test_what_is_fused_with_a_collective_adds_its_operations_and_no_traffic():
+    fused = """\
+%fused (a: f32[16,8]) -> f32[16,8] {
+  %a = f32[16,8]{1,0} parameter(0)
+  %b = f32[16,8]{1,0} multiply(%a, %a)
+  ROOT %r = f32[16,8]{1,0} all-reduce(%b), channel_id=2, to_apply=%sum, replica_groups={}, metadata={op_name="7"}
+}
+
+"""
+    found = replay(fusion("f", "fused"), others=fused, prices=Bytes())
+    assert seconds(found) == (7 + 128, 128, 7, 7)

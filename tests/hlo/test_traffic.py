@@ -131,6 +131,12 @@ def test_on_tpu_the_chips_own_memory_is_free():
     assert bytes_of(PREFETCH) == 4 * whole + 2 * whole / 4
 
 
+def test_on_tpu_the_scalar_units_memory_is_free_and_the_hosts_is_not():
+    line = "  %a = f32[64]{{0:S({0})}} parameter(0)\n  ROOT %b = f32[64]{{0:S({0})}} negate(%a)"
+    assert bytes_of(line.format(6), header=TILED) == 0
+    assert bytes_of(line.format(5), header=TILED) == 2 * 64 * 4
+
+
 def test_a_library_call_does_not_touch_its_workspace():
     body = """\
   %a = f32[64,64]{1,0} parameter(0)

@@ -334,7 +334,7 @@ def main(target, *programs):
             continue
         step, arguments = globals()[program](lambda *spec: NamedSharding(mesh, P(*spec)))
         text = step.lower(*arguments).compile().as_text()
-        text = re.sub(r'"/[^"]*/([^"/]+)"', r'"\1"', text)
+        text = re.sub(r"/(?:[\w.\-]+/)+([\w.\-]+\.py)", r"\1", text)
         name = f"{program}{suffix}-{target.replace(':', '-')}-jax-{jax.__version__}.txt.gz"
         path = pathlib.Path(__file__).parent / name
         path.write_bytes(gzip.compress(text.encode(), mtime=0))

@@ -1,0 +1,45 @@
+"""On a real GPU: measuring, device planes of the trace, calibration. Else skipped."""
+
+import jax
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.calibrate import calibrate
+from autoshard.target import find_target
+from autoshard.trial import Measurement
+from tests import workloads
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def gpus() -> list[jax.Device]:
+    try:
+        return jax.devices("gpu")
+    except RuntimeError:
+        pytest.skip("no GPU on this machine, or JAX_PLATFORMS leaves it out")
+
+
+def test_a_search_measures_on_the_gpu_and_the_plan_runs(gpus, tmp_path) -> None:
+    plan = autoshard.search(
+        workloads.mlp,
+        gpus[:1],
+        budget=autoshard.Budget(candidates=4, compiles=1, profiles=1, rounds=5),
+        journal=tmp_path / "journal.jsonl",
+    )
+    measured = plan.trial.profiled
+    assert isinstance(measured, Measurement) and measured.numerics == "exact"
+    assert measured.devices and measured.devices[0].compute_s > 0, "no device plane in the trace"
+    state, batch = plan.init(), plan.put(workloads.batch_of())
+    losses = []
+    for _ in range(5):
+        state, metrics = plan.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]
+
+
+def test_calibration_finds_rates_a_gpu_may_have(gpus) -> None:
+    constants = calibrate(find_target(gpus[:1]))
+    assert 1e11 < constants.contract_flops_per_s < 1e17
+    assert 1e10 < constants.bandwidth_bytes_per_s < 1e14
