@@ -165,9 +165,17 @@ def plain_flops(instruction: Instruction, computation: Computation) -> float:
         inputs = instruction.operands[: len(instruction.operands) // 2]
         return float(sum(computation.find(name).shape.size for name in inputs))
     if opcode == "reduce-window":
-        sizes = _window(instruction.attribute("window")).get("size", [])
-        window = math.prod(size[0] for size in sizes)
-        return float(window * sum(shape.size for shape in instruction.shapes))
+        window = _window(instruction.attribute("window"))
+        sizes = [size[0] for size in window.get("size", [])]
+        pads = window.get("pad", [(0, 0)] * len(sizes))
+        inputs = _operand(instruction, computation, 0).dims
+        outputs = instruction.shape.dims
+        # XLA:TPU writes a reduction whose result is broadcast again as one window over everything.
+        each = math.prod(
+            1 if out <= low + 1 and size - low >= n else size
+            for size, (low, _), n, out in zip(sizes, pads, inputs, outputs, strict=True)
+        )
+        return float(each * sum(shape.size for shape in instruction.shapes))
     if opcode == "select-and-scatter":
         sizes = _window(instruction.attribute("window")).get("size", [])
         return float(math.prod(s[0] for s in sizes) * _operand(instruction, computation, 1).size)

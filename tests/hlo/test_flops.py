@@ -159,6 +159,8 @@ def test_a_convolution_without_labels_is_an_error():
     [
         ("sort(%a), dimensions={1}, to_apply=%f", 4 * 1000 * 10),
         ("reduce-window(%a, %z), window={size=1x3}, to_apply=%f", 3 * 4000),
+        ("reduce-window(%a, %z), window={size=1x1999 pad=0_0x999_999}, to_apply=%f", 4000),
+        ("reduce-window(%a, %z), window={size=1x999 pad=0_0x499_499}, to_apply=%f", 999 * 4000),
         ("copy(%a)", 0),
         ("transpose(%a), dimensions={0,1}", 0),
         ("negate(%a)", 4000),
