@@ -13,22 +13,14 @@ import itertools
 import json
 import pathlib
 import time
-from collections.abc import Callable
 
 import jax
 from absl import app, flags
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 import autoshard
 from experiments import sizes, tasks, training
+from experiments.progress import progress_bar, show_on
 from models.decoder import DecoderConfig
 
 _RUN = flags.DEFINE_string("run", "", "Run folder; by default runs/tune-<date>-<time>.")
@@ -67,7 +59,7 @@ def main(argv: list[str]) -> None:
     else:
         task = tasks.mlp_task(sizes.MLP)
 
-    with _progress_bar(console) as progress:
+    with progress_bar(console) as progress:
         plan = autoshard.search(
             task.model_fn,
             jax.devices(),
@@ -81,7 +73,7 @@ def main(argv: list[str]) -> None:
             ),
             journal=run / "journal.jsonl",
             seed=_SEED.value,
-            callbacks=(_show_on(progress),),
+            callbacks=(show_on(progress),),
         )
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     plan.save(str(run / "plan.json"))
@@ -119,35 +111,6 @@ def _decoder_size() -> sizes.DecoderSize:
         sequence=_SEQUENCE.value,
     )
     return dataclasses.replace(sizes.DECODER, model=model, batch_size=_BATCH.value)
-
-
-def _progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.fields[stage]:>9}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[best]} {task.description}", markup=False),
-        console=console,
-    )
-
-
-def _show_on(progress: Progress) -> Callable[[autoshard.Event], None]:
-    """A search callback: one bar for each rung that the search has reached."""
-    bars: dict[str, TaskID] = {}
-
-    def show(event: autoshard.Event) -> None:
-        if event.stage not in bars:
-            bars[event.stage] = progress.add_task("", stage=event.stage, best="")
-        progress.update(
-            bars[event.stage],
-            completed=event.done,
-            total=event.total,
-            description=event.text,
-            best="" if event.best_s is None else f"best {event.best_s:.3f} s",
-        )
-
-    return show
 
 
 if __name__ == "__main__":

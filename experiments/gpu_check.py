@@ -1,0 +1,215 @@
+"""Is what is predicted for a GPU that is not here what a GPU that is here takes?
+
+Question: the step time that rung 2 predicts without the device, over the time measured on it, for
+  programs of one GPU; and how far the catalogue's figures are from what the device does.
+Command: scripts/gpu_check   (on a machine with an NVIDIA GPU of the catalogue)
+Cost: about five minutes.
+Expected: predicted / measured between 0.5 and 1.2 for each program (a roofline at nominal peaks
+  knows nothing of what kernels lose); the catalogue's rates above what is measured.
+
+Writes results/gpu_check/<chip>.json, and in the run folder hardware.toml: the catalogue's entry
+with the measured rates in it, for `autoshard.search(..., hardware=...)`.
+"""
+
+import dataclasses
+import json
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+import autoshard
+from autoshard.catalogue import Chip, catalogue
+from autoshard.compat.compilers import compiler_version
+from autoshard.report.words import mebibytes, seconds
+from autoshard.trial import Estimate, Measurement
+from experiments import sizes, tasks
+
+_RUN = flags.DEFINE_string("run", "runs/gpu_check", "Run folder.")
+_OUT = flags.DEFINE_string("out", "results/gpu_check", "Folder of the figures.")
+
+_DECODERS: dict[str, dict[str, Any]] = {
+    # Widths at which a single GPU has work; the shapes are otherwise those of scripts/tune.
+    "decoder d=1024": {"d_model": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "layers": 8},
+    "decoder d=2048": {"d_model": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "layers": 8},
+}
+_BATCH, _SEQUENCE = 16, 1024
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    console = Console()
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError as error:
+        sys.exit(f"no GPU here, nothing to compare with: {str(error).splitlines()[0]}")
+    chip = chip_of(device.device_kind)
+    run = pathlib.Path(_RUN.value)
+    run.mkdir(parents=True, exist_ok=True)
+    measured = measured_rates()
+    (run / "hardware.toml").write_text(corrected(chip, measured), encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    for name, model_fn in programs().items():
+        for hardware, source in ((None, "catalogue"), (run / "hardware.toml", "measured rates")):
+            there = autoshard.search(
+                model_fn,
+                f"{chip.name}:1x1",
+                budget=autoshard.Budget(candidates=4, compiles=1),
+                hardware=hardware,
+            )
+            here = None
+            if hardware is None:
+                here = autoshard.search(
+                    model_fn,
+                    [device],
+                    budget=autoshard.Budget(candidates=4, compiles=1, profiles=1, rounds=20),
+                    calibration=run,
+                )
+            rows.append(_row(name, source, there, here or rows[-1]))
+    figures = {
+        "device": device.device_kind,
+        "chip": chip.name,
+        "rates": {k: {"measured": v, "catalogue": _listed(chip, k)} for k, v in measured.items()},
+        "programs": rows,
+        "compiler": compiler_version("cuda"),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    folder = pathlib.Path(_OUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{chip.name}.json"
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    console.print(_table(rows))
+    for name, value in measured.items():
+        listed = _listed(chip, name)
+        console.print(
+            f"{name}: measured {value:.3g}, catalogue {listed:.3g} ({value / listed:.2f})"
+        )
+    console.print(f"Figures in {path}; the corrected catalogue entry in {run / 'hardware.toml'}.")
+
+
+def chip_of(device_kind: str) -> Chip:
+    """The catalogue's entry of a live device.
+
+    Raises:
+      SystemExit: there is none.
+    """
+    for chip in catalogue().values():
+        if chip.device_kind == device_kind:
+            return chip
+    sys.exit(f"{device_kind!r} is not in the catalogue; docs/catalogue.md says how to add a chip")
+
+
+def programs() -> dict[str, Callable[..., autoshard.Workload]]:
+    """Train steps of one device: name -> model_fn."""
+    found: dict[str, Callable[..., autoshard.Workload]] = {}
+    for name, widths in _DECODERS.items():
+        model = dataclasses.replace(
+            sizes.DECODER.model, **widths, mlp_dim=4 * widths["d_model"], sequence=_SEQUENCE
+        )
+        size = dataclasses.replace(sizes.DECODER, model=model, batch_size=_BATCH)
+        found[name] = tasks.decoder_task(size).model_fn
+    found["mlp"] = tasks.mlp_task(sizes.MLP).model_fn
+    return found
+
+
+def measured_rates() -> dict[str, float]:
+    """What one device does: products by dtype in FLOP/s, memory in bytes/s."""
+    side, width = 8192, 1 << 28
+    found = {}
+    for name, dtype in (("bf16", jnp.bfloat16), ("f32", jnp.float32)):
+        a = jnp.full((side, side), 0.5, dtype)
+        found[f"flops.{name}"] = 2.0 * side**3 / _fastest(jax.jit(lambda x: x @ x), a)
+    x = jnp.full((width,), 0.5, jnp.float32)
+    found["memory_bandwidth"] = 2 * x.nbytes / _fastest(jax.jit(lambda x: x * 1.5), x)
+    return found
+
+
+def _fastest(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    """Seconds of one call: the least of the means of some rounds of calls."""
+    jax.block_until_ready(function(x))
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(10):
+            y = function(x)
+        jax.block_until_ready(y)
+        best = min(best, (time.perf_counter() - start) / 10)
+    return best
+
+
+def corrected(chip: Chip, measured: dict[str, float]) -> str:
+    """A catalogue file with the measured rates in place of the listed ones."""
+    today = time.strftime("%Y-%m-%d")
+    source = f'source = "measured by scripts/gpu_check", date = "{today}"'
+    flops = [
+        f"{name.removeprefix('flops.')} = {{ value = {value:.4g}, {source} }}"
+        for name, value in measured.items()
+        if name.startswith("flops.")
+    ]
+    bandwidth = f"memory_bandwidth = {{ value = {measured['memory_bandwidth']:.4g}, {source} }}"
+    head, table = f"[chip.{chip.name}]", f"[chip.{chip.name}.flops]"
+    return "\n".join([head, bandwidth, "", table, *flops, ""])
+
+
+def _listed(chip: Chip, name: str) -> float:
+    if name.startswith("flops."):
+        return chip.flops[name.removeprefix("flops.")].value
+    return chip.memory_bandwidth.value
+
+
+def _row(
+    name: str, source: str, there: autoshard.Plan, here: autoshard.Plan | dict[str, Any]
+) -> dict[str, Any]:
+    assert there.trial is not None and isinstance(there.trial.compiled, Estimate)
+    predicted = there.trial.compiled
+    if isinstance(here, dict):  # measured already
+        seen = {k: here[k] for k in ("measured_s", "samples_s", "peak_bytes_here")}
+    else:
+        assert here.trial is not None and isinstance(here.trial.profiled, Measurement)
+        assert isinstance(here.trial.compiled, Estimate)
+        samples = here.trial.profiled.samples_s
+        seen = {
+            "measured_s": statistics.median(samples),
+            "samples_s": list(samples),
+            "peak_bytes_here": here.trial.compiled.peak_memory_bytes,
+        }
+    return {
+        "program": name,
+        "rates": source,
+        "predicted_s": predicted.time_s,
+        "ratio": predicted.time_s / seen["measured_s"],
+        "peak_bytes": predicted.peak_memory_bytes,
+        **seen,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="predicted without the device, over measured on it")
+    for head in ("program", "rates", "predicted", "measured", "ratio", "memory", "memory here"):
+        table.add_column(head)
+    for row in rows:
+        table.add_row(
+            row["program"],
+            row["rates"],
+            seconds(row["predicted_s"]),
+            seconds(row["measured_s"]),
+            f"{row['ratio']:.2f}",
+            mebibytes(row["peak_bytes"]),
+            mebibytes(row["peak_bytes_here"]),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    app.run(main)

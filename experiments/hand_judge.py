@@ -1,0 +1,60 @@
+"""Programs written by hand, judged by rung 2 for hardware that is not here."""
+
+import concurrent.futures
+import pathlib
+from collections.abc import Mapping
+
+from autoshard.compat import shardy
+from autoshard.cost import CostModel
+from autoshard.module import Module
+from autoshard.rungs.compile import estimate_of
+from autoshard.rungs.compile_job import compile_in_process, request_for
+from autoshard.target import Target
+from autoshard.trial import Estimate, Failure
+from experiments.handwritten_pod.baselines import Baseline
+from experiments.pod_sizes import PodSize
+
+WORKERS = 2
+
+
+def judged(
+    baselines: Mapping[str, Baseline],
+    size: PodSize,
+    target: Target,
+    cost: CostModel,
+    folder: pathlib.Path,
+    time_limit_s: float = 600.0,
+) -> dict[str, Estimate | Failure]:
+    """Compiles each baseline with the target's own compiler and prices it as rung 2 does.
+
+    Args:
+      folder: for the workers' output.
+    """
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        waiting = {}
+        for name, baseline in baselines.items():
+            module = lowered(baseline, size, target)
+            request = request_for(module, target, str(folder), time_limit_s)
+            waiting[name] = (module, pool.submit(compile_in_process, request))
+        found: dict[str, Estimate | Failure] = {}
+        for name, (module, future) in waiting.items():
+            result = future.result()
+            found[name] = (
+                result if isinstance(result, Failure) else estimate_of(module, result, cost)
+            )
+    return found
+
+
+def lowered(baseline: Baseline, size: PodSize, target: Target) -> Module:
+    """The baseline's program, for the target's platform and without a device."""
+    hand = baseline.build(baseline.abstract_mesh(), size)
+    traced = hand.jit().trace(*hand.args)
+    program = traced.lower(lowering_platforms=(target.lowering_platform,))
+    return Module(
+        stablehlo=shardy.bytecode(program.compiler_ir("stablehlo").operation),
+        mesh=baseline.axes,
+        platform=target.lowering_platform,
+        inputs=(),
+        outputs=(),
+        state_count=0,
+    )

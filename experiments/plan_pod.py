@@ -1,0 +1,187 @@
+"""Plan a large model for a pod that is not here, and compare the plan with hand layouts.
+
+Question: what layout does the search find for a Llama-3-8B-class model, or a Mixtral-class mixture
+  of experts, on hardware that this machine does not have; what does the search cost; is the plan
+  at least as fast as what people write by hand, as the target's own compiler sees it?
+Command: python -m experiments.plan_pod --model=llama3-8b --target=h100:8x8
+         (needs autoshard[cuda], for TPUs autoshard[tpu]; --target=v5p:4x4x4 or v5e:16x16)
+Cost: a minute for GPUs, 4 to 6 for TPUs, on 2 cores; the hand layouts as much again.
+Expected: the ranked table; the plan over every hand layout at most 1.00.
+
+Writes results/plan_pod/<model>-<target>.json, the plan and the journal beside the run.
+"""
+
+import dataclasses
+import json
+import pathlib
+import platform
+import time
+from typing import Any
+
+import jax
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+import autoshard
+from autoshard.api import cost_model
+from autoshard.compat.compilers import compiler_version
+from autoshard.report.words import mebibytes, seconds
+from autoshard.target import find_target
+from autoshard.trial import Estimate, Failure
+from experiments import hand_judge, pod_sizes, pod_tasks
+from experiments.handwritten_pod.baselines import baselines
+from experiments.progress import progress_bar, show_on
+
+_MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "What to plan.")
+_TARGET = flags.DEFINE_string("target", "h100:8x8", "Hardware; autoshard.targets() lists chips.")
+_BATCH = flags.DEFINE_integer("batch", 0, "Sequences in the global batch; 0 for the model's own.")
+_LAYERS = flags.DEFINE_integer("layers", 0, "Blocks; 0 for the model's own.")
+_SCANNED = flags.DEFINE_bool("scanned", True, "One loop over the layers, or all of them unrolled.")
+_REMAT = flags.DEFINE_list("remat", ["full"], "Remat policies to search: full, dots, none.")
+_CANDIDATES = flags.DEFINE_integer("candidates", 250, "Layouts propagated.")
+_COMPILES = flags.DEFINE_integer("compiles", 10, "Programs compiled.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the search.")
+_BY_HAND = flags.DEFINE_bool("by_hand", True, "Judge the hand layouts too.")
+_RUN = flags.DEFINE_string("run", "", "Run folder; by default runs/pod-<model>-<target>.")
+_OUT = flags.DEFINE_string("out", "results/plan_pod", "Folder of the figures; empty for none.")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    start = time.perf_counter()
+    jax.config.update("jax_platforms", "cpu")
+    console = Console()
+    name = f"{_MODEL.value}-{_TARGET.value.replace(':', '-').replace('*', '-')}"
+    run = pathlib.Path(_RUN.value or f"runs/pod-{name}")
+    run.mkdir(parents=True, exist_ok=True)
+    overrides = {k: v for k, v in (("batch_size", _BATCH.value), ("layers", _LAYERS.value)) if v}
+    size = pod_sizes.POD_SIZES[_MODEL.value].replace(**overrides, scanned=_SCANNED.value)
+    model_fn, _ = pod_tasks.task(_MODEL.value, **overrides, scanned=_SCANNED.value)
+    with progress_bar(console) as progress:
+        plan = autoshard.search(
+            model_fn,
+            _TARGET.value,
+            knobs={"remat": tuple(_REMAT.value)},
+            budget=autoshard.Budget(
+                candidates=_CANDIDATES.value, compiles=_COMPILES.value, compile_seconds=600.0
+            ),
+            journal=run / "journal.jsonl",
+            seed=_SEED.value,
+            callbacks=(show_on(progress),),
+        )
+    elapsed_s = time.perf_counter() - start
+    console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Planned in {elapsed_s:.1f} s, all included.", highlight=False)
+    plan.save(str(run / "plan.json"))
+    figures = _figures(plan, elapsed_s)
+    if _BY_HAND.value:
+        target = find_target(_TARGET.value)
+        hand_size = size.replace(**plan.knobs)
+        begun = time.perf_counter()
+        by_hand = hand_judge.judged(
+            baselines(target.device_count, hand_size),
+            hand_size,
+            target,
+            cost_model(target),
+            run / "workers" / "by_hand",
+        )
+        figures["by_hand"] = [_row(plan, n, outcome) for n, outcome in by_hand.items()]
+        figures["by_hand_s"] = time.perf_counter() - begun
+        console.print(_table(figures["by_hand"]))
+    if _OUT.value:
+        folder = pathlib.Path(_OUT.value)
+        folder.mkdir(parents=True, exist_ok=True)
+        kind = "" if _SCANNED.value else "-unrolled"
+        path = folder / f"{name}{kind}.json"
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        console.print(f"Figures in {path}, plan and journal in {run}.", highlight=False)
+
+
+def _figures(plan: autoshard.Plan, elapsed_s: float) -> dict[str, Any]:
+    """What the search found and cost, without the trials: those are in the plan file."""
+    trials = plan.evidence.trials
+    winner = plan.trial
+    assert winner is not None and isinstance(winner.compiled, Estimate)
+    compiled = [t.compiled for t in trials if t.compiled is not None]
+    counted = [
+        c for c in compiled if isinstance(c, Estimate) or (c.stage == "compile" and c.elapsed_s)
+    ]
+    return {
+        "model": _MODEL.value,
+        "target": _TARGET.value,
+        "scanned": _SCANNED.value,
+        "layout": plan.layout.to_json(),
+        "knobs": dict(plan.knobs),
+        "baseline": winner.baseline,
+        "predicted_s": winner.compiled.time_s,
+        "peak_bytes": winner.compiled.peak_memory_bytes,
+        "limit_bytes": plan.evidence.memory_limit_bytes,
+        "candidates": len(trials),
+        "compiles": len(counted),
+        "elapsed_s": {**plan.evidence.elapsed_s, "with_imports": elapsed_s},
+        "false_rejections": plan.evidence.false_rejections,
+        "finalists": [
+            {
+                "baseline": trials[i].baseline,
+                "layout": trials[i].candidate.layout.to_json(),
+                "knobs": dict(trials[i].candidate.knobs),
+                **{
+                    rung: {
+                        k: getattr(estimate, k)
+                        for k in ("time_s", "compute_s", "communication_s", "peak_memory_bytes")
+                    }
+                    for rung, estimate in (
+                        ("rung1", trials[i].propagated),
+                        ("rung2", trials[i].compiled),
+                    )
+                    if isinstance(estimate, Estimate)
+                },
+            }
+            for i in plan.evidence.ranking
+        ],
+        "compiler": compiler_version(plan.target.lowering_platform),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _row(plan: autoshard.Plan, name: str, outcome: Estimate | Failure) -> dict[str, Any]:
+    """One hand layout beside the plan."""
+    assert plan.trial is not None and isinstance(plan.trial.compiled, Estimate)
+    if isinstance(outcome, Failure):
+        return {"name": name, "verdict": outcome.kind, "message": outcome.message[:300]}
+    fits = outcome.peak_memory_bytes <= plan.evidence.memory_limit_bytes
+    ratio = plan.trial.compiled.time_s / outcome.time_s
+    verdict = "met" if not fits or round(ratio, 2) <= 1.0 else "missed"
+    return {
+        "name": name,
+        "verdict": verdict if fits else "does not fit",
+        "ratio": ratio,
+        **{
+            k: v
+            for k, v in dataclasses.asdict(outcome).items()
+            if k in ("time_s", "compute_s", "communication_s", "peak_memory_bytes")
+        },
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="the plan over hand layouts, by the target's own compiler")
+    for head in ("hand layout", "step", "memory", "plan / hand", "verdict"):
+        table.add_column(head)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            seconds(row.get("time_s")),
+            mebibytes(row.get("peak_memory_bytes")),
+            f"{row['ratio']:.3f}" if "ratio" in row else "-",
+            str(row["verdict"]),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    app.run(main)
