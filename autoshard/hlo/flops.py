@@ -156,6 +156,21 @@ def _taps(data: int, kernel: int, out: int, stride: int, low: int, spread: int, 
     return total
 
 
+def _reduced(instruction: Instruction, data: tuple[int, ...]) -> int:
+    """Elements that a reduce-window reads for each result, as kernels are written.
+
+    XLA:TPU prints a reduction whose result is broadcast again as one window over everything: it
+    reads each element once.
+    """
+    window = _window(instruction.attribute("window"))
+    extents = [size[0] for size in window.get("size", [])]
+    padding = [pad[0] for pad in window.get("pad", [])] or [0] * len(extents)
+    dims = zip(extents, padding, data, instruction.shape.dims, strict=True)
+    return math.prod(
+        1 if out <= low + 1 and extent - low >= n else extent for extent, low, n, out in dims
+    )
+
+
 def plain_flops(instruction: Instruction, computation: Computation) -> float:
     """Operations of anything that is no matrix product; moving data costs none."""
     opcode = instruction.opcode
@@ -165,16 +180,7 @@ def plain_flops(instruction: Instruction, computation: Computation) -> float:
         inputs = instruction.operands[: len(instruction.operands) // 2]
         return float(sum(computation.find(name).shape.size for name in inputs))
     if opcode == "reduce-window":
-        window = _window(instruction.attribute("window"))
-        sizes = [size[0] for size in window.get("size", [])]
-        pads = window.get("pad", [(0, 0)] * len(sizes))
-        inputs = _operand(instruction, computation, 0).dims
-        outputs = instruction.shape.dims
-        # XLA:TPU writes a reduction whose result is broadcast again as one window over everything.
-        each = math.prod(
-            1 if out <= low + 1 and size - low >= n else size
-            for size, (low, _), n, out in zip(sizes, pads, inputs, outputs, strict=True)
-        )
+        each = _reduced(instruction, _operand(instruction, computation, 0).dims)
         return float(each * sum(shape.size for shape in instruction.shapes))
     if opcode == "select-and-scatter":
         sizes = _window(instruction.attribute("window")).get("size", [])
