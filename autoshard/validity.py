@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autoshard import hlo
 from autoshard.analysis import analyse
 from autoshard.budget import Budget
+from autoshard.compat.device_order import known_kind
 from autoshard.compat.executable import compile_module
 from autoshard.compat.versions import versions
 from autoshard.driver import Subject
@@ -79,7 +80,7 @@ def _target_differences(record: PlanRecord, target: Target, check: bool) -> tupl
     wrong = [
         f"{field}: recorded {record.target.get(field)!r}, got {here[field]!r}"
         for field in fields
-        if record.target.get(field) != here[field]
+        if known_kind(str(record.target.get(field))) != known_kind(str(here[field]))
     ]
     major = record.versions.get("jax", "?").split(".")[0]
     if major != versions()["jax"].split(".")[0]:

@@ -7,7 +7,7 @@ Cost: about 15 minutes for each part on one core; no device, no compiler but thi
 Expected: slower than linear in devices, no faster than linear in layers.
 
 Rung 1 alone, for a model of the Llama class with unrolled layers, narrow enough that layouts of few
-devices fit. CPU time, since elapsed time would count other work on the machine. Results are added to
+devices fit. CPU time: elapsed time would count other work on the machine. Results are added to
 results/search_growth/<part>.json as they come; what is there is not run again. --plot draws them.
 """
 

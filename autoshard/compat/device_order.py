@@ -11,7 +11,12 @@ from jax.experimental import mesh_utils
 from autoshard.errors import TargetError
 from autoshard.topology import Position
 
-_KINDS = {"TPU v5": "TPU v5p"}  # libtpu says the one, mesh_utils knows the other
+_KINDS = {"TPU v5": "TPU v5p", "TPU v5e": "TPU v5 lite", "TPU v6e": "TPU v6 lite"}
+
+
+def known_kind(device_kind: str) -> str:
+    """One name for a kind of device of which libtpu's releases say several."""
+    return _KINDS.get(device_kind, device_kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ def device_order(
         _Device(
             id=i,
             platform=platform,
-            device_kind=_KINDS.get(device_kind, device_kind),
+            device_kind=known_kind(device_kind),
             process_index=p.host,
             slice_index=p.slice,
             coords=(*p.coords, *(0,) * (3 - len(p.coords))),
