@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import TYPE_CHECKING
 
+from autoshard.compat.compilers import compiler_version
 from autoshard.compat.versions import versions
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.journal import outcome_from_json, outcome_to_json
@@ -52,6 +53,7 @@ def describe_target(target: Target) -> dict[str, object]:
         "device_kind": target.device_kind,
         "device_count": target.device_count,
         "topology": target.topology.name if target.topology else "",
+        "compiler": "" if target.is_here else compiler_version(target.lowering_platform),
     }
 
 

@@ -44,16 +44,16 @@ DEVICES = {
     "layers": (64,),
 }
 LAYERS = {"devices": (4,), "layers": (4, 8, 16, 32, 64, 96)}
-# A twelfth of Llama-3-8B's width, one sequence for each of 1024 devices.
+# A quarter of Llama-3-8B's width, one short sequence for each of 1024 devices.
 SHAPE: dict[str, object] = {
     "d_model": 1024,
     "heads": 16,
     "kv_heads": 8,
     "head_dim": 64,
     "mlp_dim": 4096,
-    "vocab_size": 32768,
-    "sequence": 2048,
-    "query_block": 2048,
+    "vocab_size": 8192,
+    "sequence": 512,
+    "query_block": 512,
     "batch_size": 1024,
     "attention": "full",
     "scanned": False,

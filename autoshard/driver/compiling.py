@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 
+from autoshard.compat.compilers import compiler_version
 from autoshard.compat.executable import compile_module
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.hlo import HloError
@@ -106,6 +107,7 @@ class Compiling:
             row.candidate,
             platform=target.platform,
             device=target.device_kind,
+            compiler="" if target.is_here else compiler_version(target.lowering_platform),
         )
 
     def _may_take_longer(self, found: Estimate | Failure) -> bool:
