@@ -85,7 +85,15 @@ def _difference(winner: Trial, rival: Trial) -> str:
         )
     if len(a.collectives) < len(b.collectives):
         return f"it communicates {len(a.collectives)} times instead of {len(b.collectives)}"
-    return "by what the model predicts they are alike, and the measurement decides"
+    if a.communication_s < 0.95 * b.communication_s:
+        return (
+            f"communication takes {seconds(a.communication_s)} instead of"
+            f" {seconds(b.communication_s)}"
+        )
+    measured = isinstance(winner.profiled, Measurement)
+    return "by what the model predicts they are alike" + (
+        ", and the measurement decides" if measured else ""
+    )
 
 
 def numerics(plan: "Plan") -> str:
