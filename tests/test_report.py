@@ -109,6 +109,7 @@ def planned(searched, trials, ranking=(0,), **evidence):
     class Shown:
         layout = trials[0].candidate.layout
         mesh = searched.plan.mesh
+        target = searched.plan.target
 
         @property
         def trial(self):
@@ -193,6 +194,7 @@ def test_why_the_winner_wins(searched):
         ({"flops": 5e8}, "each device computes 0.50 of the operations"),
         ({"bytes_accessed": 5e5}, "it moves 488 KiB through memory a step instead of 977 KiB"),
         ({"collectives": ()}, "it sends 0 B a step instead of 1.0 MiB"),
+        ({"communication_s": 1e-4}, "communication takes 100 us instead of"),
         ({}, "alike, and the measurement decides"),
     ],
 )
@@ -210,6 +212,7 @@ def test_without_measurements_the_prediction_speaks(searched):
         "The winner (it is the baseline 'FSDP') is predicted to take 10.0 ms a step, replicated"
         " 30.0 ms: "
     )
+    assert text.endswith("alike.")
     assert "is the only layout that could be judged" in explain(planned(searched, [best]))
     single = trial("replicated", mesh=(), compute={"r": ()}, compiled=estimate())
     assert explain(planned(searched, [single])) == "There is one device: nothing is sharded."
