@@ -79,6 +79,22 @@ def _line(record: dict[str, object]) -> str:
     return json.dumps(record, separators=(",", ":"), allow_nan=True) + "\n"
 
 
+def _lock(file: IO[str], path: pathlib.Path) -> None:
+    """Keeps a second search out of a journal until this one closes it, or its process ends."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        return
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise JournalError(
+            f"{path} is in use by another search: wait for it, or give this one a journal of its own"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+
+
 class Journal:
     """An open journal. Records are kept in memory too; appending writes through.
 
@@ -100,14 +116,20 @@ class Journal:
     def _open(self, path: pathlib.Path) -> None:
         if path.is_dir():
             raise JournalError(f"{path} is a folder, expected a journal file")
-        whole = self._read(path) if path.exists() else 0
+        there = path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        if self._file.tell() > whole:
-            self._file.truncate(whole)
-        if whole == 0:
-            self._write(_HEADER)
-            self.sync()
+        try:
+            _lock(self._file, path)
+            whole = self._read(path) if there else 0
+            if self._file.tell() > whole:
+                self._file.truncate(whole)
+            if whole == 0:
+                self._write(_HEADER)
+                self.sync()
+        except BaseException:
+            self.close()
+            raise
 
     def _read(self, path: pathlib.Path) -> int:
         """Reads every whole record; returns the byte length of the whole lines, 0 if there is none.

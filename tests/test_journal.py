@@ -252,3 +252,14 @@ def test_opened_closes_only_what_it_opened(tmp_path):
     with opened(tmp_path / "j.jsonl") as journal:
         assert journal.find("a") == FAILURE
     assert journal._file is None
+
+
+def test_a_journal_serves_one_search_at_a_time(tmp_path) -> None:
+    path = tmp_path / "journal.jsonl"
+    first = Journal(path)
+    first.started("key", {})
+    with pytest.raises(JournalError, match="in use by another search"):
+        Journal(path)
+    first.close()
+    with opened(path) as second:
+        assert second.attempts("key") == 1
