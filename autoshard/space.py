@@ -96,15 +96,31 @@ class Space:
     def canonical(self, layout: Layout) -> Layout:
         """The one form a layout has in this space.
 
-        Mesh axes that a step or `fix` names do not merge; the only mesh there is keeps its shape.
+        Mesh axes that a step or `fix` names do not merge, nor do those of a rule of which some
+        dimension takes only the first; the only mesh there is keeps its shape.
         """
         fixed = {m for _, to in self.pinned for m in to}
         fixed |= {m for _, spec in self.fixed_leaves for dim in spec for m in dim}
+        fixed |= self._taken_in_part(layout)
         found = layout.canonical(frozenset(fixed))
         only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
         if only is None or layout.as_written:
             return found
         return found.spread_over(only) or found
+
+    def _taken_in_part(self, layout: Layout) -> set[str]:
+        """Mesh axes of rules that divide some dimension only by a prefix: 6 by x=2 of x=2, y=4."""
+        found: set[str] = set()
+        several = [(a, to) for a, to in (*layout.compute, *layout.storage) if len(to) > 1]
+        if not several:
+            return found
+        extents = {a.name: a.sizes for a in self.axes.axes}
+        sizes = layout.sizes
+        for axis, to in several:
+            ways = math.prod(sizes[m] for m in to)
+            if any(n % ways and n % sizes[to[0]] == 0 for n in extents.get(axis, ())):
+                found |= set(to)
+        return found
 
     def candidate(self, layout: Layout) -> Candidate:
         return Candidate(layout=self.canonical(layout), knobs=self.knobs)

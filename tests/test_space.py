@@ -251,3 +251,16 @@ def test_one_device_has_one_layout() -> None:
     assert [c.layout.mesh for c in alone.space.enumerate()] == [()]
     assert [b.name for b in baselines(alone.space)] == ["replicated"]
     assert alone.space.sample(random.Random(0)) is not None
+
+
+def test_mesh_axes_stay_apart_where_a_dimension_takes_only_the_first() -> None:
+    """Merged to x=8, a rule over x=2 and y=4 would leave an axis of 6 whole."""
+    space = subject("scanned_mlp").space
+    axis = next(a for a in space.shardable() if a.is_batch)
+    other = dataclasses.replace(axis, sizes=(6,), size=6)
+    axes = dataclasses.replace(
+        space.axes, axes=tuple(other if a is axis else a for a in space.axes.axes)
+    )
+    layout = Layout(mesh=(("x", 2), ("y", 4)), compute=rules({axis.name: ("x", "y")}))
+    assert space.canonical(layout).mesh == (("x", 8),)
+    assert dataclasses.replace(space, axes=axes).canonical(layout) == layout
