@@ -166,15 +166,13 @@ def searched(devices: int, layers: int, seed: int, budget: int) -> Run:
 
 
 def plot(folder: pathlib.Path) -> None:
-    """Draws both parts that are there."""
+    """Draws the parts that are there."""
     from matplotlib import pyplot
 
-    figure, panes = pyplot.subplots(1, 2, figsize=(10, 4))
-    for pane, part in zip(panes, ("devices", "layers"), strict=True):
-        path = folder / f"{part}.json"
-        if not path.exists():
-            continue
-        runs = json.loads(path.read_text())["runs"]
+    parts = [part for part in ("devices", "layers") if (folder / f"{part}.json").exists()]
+    figure, panes = pyplot.subplots(1, len(parts), figsize=(5 * len(parts), 4), squeeze=False)
+    for pane, part in zip(panes[0], parts, strict=True):
+        runs = json.loads((folder / f"{part}.json").read_text())["runs"]
         sizes = [r[part] for r in runs]
         pane.loglog(sizes, [r["within_s"] for r in runs], "o-", label="within 2 %")
         pane.loglog(sizes, [r["total_s"] / r["judged"] for r in runs], "s--", label="a candidate")
