@@ -40,15 +40,18 @@ class Values:
       position: of the operation that makes it.
       written: whether it is written to memory at all.
       argument: whether it is an argument of the step.
+      constraint: whether it is a constraint's: the same array as what it constrains, or another,
+        as a layout decides.
       source: the value whose buffer it lies in: what a constraint, a reshape or an update in place
         is made of; -1 where it has its own.
       elementwise: whether it may be written over an operand of the same size.
-      touches: positions at which it is read, ascending not required.
+      touches: positions at which it is read, in any order.
     """
 
     position: Sequence[int]
     written: Sequence[bool]
     argument: Sequence[bool]
+    constraint: Sequence[bool]
     source: Sequence[int]
     elementwise: Sequence[bool]
     touches: Sequence[Sequence[int]]
@@ -57,56 +60,69 @@ class Values:
 def assign(values: Values, loops: Sequence[Loop]) -> tuple[list[int], list[int]]:
     """(buffer of each value, named by the value that makes it; position of the last need of each).
 
-    A buffer's last need stands at the value that names it.
+    A buffer's last need stands at the value that names it. Constraints name buffers of their own,
+    whose needs are not those of what they constrain; what is decided about loops takes them for
+    the same.
     """
     count = len(values.position)
-    buffer = list(range(count))
+    shared = list(range(count))
 
-    def home(v: int) -> int:
+    def buffer_of(v: int, through_constraints: bool) -> int:
         while True:
-            up = values.source[v] if values.source[v] >= 0 else buffer[v]
+            if values.constraint[v] and not through_constraints:
+                return v
+            up = values.source[v] if values.source[v] >= 0 else shared[v]
             if up == v:
                 return v
             v = up
 
     touches: list[list[int]] = [[] for _ in range(count)]
+    last = [0] * count
     for v in range(count):
-        touches[home(v)] += values.touches[v]
-    for own in touches:
-        own.sort()
-    last = [own[-1] if own else 0 for own in touches]
+        if values.touches[v]:
+            touches[buffer_of(v, True)] += values.touches[v]
+            own = buffer_of(v, False)
+            last[own] = max(last[own], *values.touches[v])
+    needed = [max(read, default=0) for read in touches]
+    for read in touches:
+        read.sort()
     for loop in loops:
         for carry in loop.carries:
             last[carry] = max(last[carry], loop.end)
+            needed[carry] = max(needed[carry], loop.end)
 
     def share(v: int, other: int) -> None:
-        buffer[v] = other
-        last[other] = max(last[other], last[v])
+        """Puts the buffer named by v into that of another value."""
+        shared[v] = buffer_of(other, False)
+        last[shared[v]] = max(last[shared[v]], last[v])
+        root = buffer_of(other, True)
+        needed[root] = max(needed[root], needed[v])
 
-    inside_out = sorted(loops, key=lambda loop: loop.start)
-    for loop in inside_out:
+    outer_first = sorted(loops, key=lambda loop: loop.start)
+    for loop in outer_first:
         given: set[int] = set()
         for carry, initial, returned in zip(loop.carries, loop.initial, loop.returned, strict=True):
-            held = home(initial)
-            if not values.written[held]:
+            root = buffer_of(initial, True)
+            if not values.written[root]:
                 continue
-            if returned == carry or values.argument[held]:
-                share(carry, held)
-            elif last[held] <= loop.start and held not in given:
-                given.add(held)
-                share(carry, held)
-    for loop in inside_out:
+            if returned == carry or values.argument[root]:
+                share(carry, initial)
+            elif needed[root] <= loop.start and root not in given:
+                given.add(root)
+                share(carry, initial)
+    for loop in outer_first:
         for carry, returned in zip(loop.carries, loop.returned, strict=True):
-            made = home(returned)
-            if made == home(carry) or not values.written[made] or values.argument[made]:
+            made = buffer_of(returned, True)
+            if not loop.start < values.position[made] <= loop.end or not values.written[made]:
                 continue
-            if not loop.start < values.position[made] <= loop.end:
+            if made == buffer_of(carry, True):
                 continue
-            own = touches[carry]
-            until = own[bisect.bisect_right(own, loop.end) - 1] if own else 0
+            before = bisect.bisect_right(touches[carry], loop.end)
+            until = touches[carry][before - 1] if before else 0
             at = values.position[made]
             if until < at or (until == at and values.elementwise[made]):
-                share(made, home(carry))
+                share(made, carry)
             else:
-                last[made] = max(last[made], loop.end)
-    return [home(v) for v in range(count)], last
+                kept = buffer_of(returned, False)
+                last[kept] = max(last[kept], loop.end)
+    return [buffer_of(v, False) for v in range(count)], last

@@ -1,8 +1,9 @@
 """The kernels and buffers a step will have, before any layout: fusion, trip counts, live ranges.
 
 Read once from the flattened module. Elementwise chains are taken to fuse into what consumes them,
-as XLA fuses them, so that only what a kernel writes costs memory and traffic. What a layout
-changes is how far each value is divided; `rungs.propagate` fills that in.
+as XLA fuses them, so that only what a kernel writes costs memory and traffic. What shares a buffer
+is decided in `buffers`. What a layout changes is how far each value is divided; `rungs.propagate`
+fills that in.
 
 Not modelled: XLA's algebraic simplification, layout changes, and buffer reuse inside a kernel.
 """
@@ -13,7 +14,9 @@ import re
 
 import numpy as np
 
+from autoshard.buffers import Loop, Values, assign
 from autoshard.compat import shardy
+from autoshard.trips import trip_count
 
 _FREE = frozenset(
     {
@@ -74,6 +77,10 @@ _EXPENSIVE = frozenset(
         "remainder",
     ]
 ) | frozenset(f"chlo.{n}" for n in ["erf", "erfc", "erf_inv", "lgamma", "digamma", "sinh", "cosh"])
+_RENAMES = frozenset(
+    {"sdy.sharding_constraint", "stablehlo.reshape", "stablehlo.optimization_barrier"}
+)
+_UPDATE = "stablehlo.dynamic_update_slice"
 _SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
 _MOST_COPIES = 3  # XLA repeats a cheap chain in a few consumers, then writes it once
 
@@ -95,9 +102,11 @@ class KernelTable:
       kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`; else "".
       read_kernel, read_value: (r,) which kernel reads which value.
       read_scale: (r,) part of the value that is read.
-      live_from, live_to: (n,) positions between which a value holds memory; -1, -1 for none.
+      buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
+      live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
+        a constraint count where a layout makes it another array than what it constrains.
       trips: tag -> executions of its operation in a step.
-      dot_tags: tags of products and convolutions with the value they write.
+      operands: tags of products and convolutions with the values they take.
       assumptions: what the module did not say.
     """
 
@@ -114,11 +123,13 @@ class KernelTable:
     read_kernel: np.ndarray
     read_value: np.ndarray
     read_scale: np.ndarray
+    buffer: np.ndarray
     live_from: np.ndarray
     live_to: np.ndarray
     positions: dict[int, int]
     length: int
     trips: dict[int, float]
+    operands: dict[int, tuple[int, ...]]
     assumptions: tuple[str, ...]
 
     @property
@@ -141,14 +152,13 @@ class _Builder:
         self.trip_of: list[float] = []
         self.position_of: list[int] = []
         self.own_flops: list[float] = []
-        self.scope_end: list[int] = []
         self.tags: dict[int, tuple[int, int]] = {}
         self.trips: dict[int, float] = {}
         self.positions: dict[int, int] = {}
         self.site_values: list[tuple[int, int]] = []
         self.assumptions: list[str] = []
-        self.last_use: dict[int, int] = {}
-        self.while_of: dict[int, int] = {}
+        self.loops: list[Loop] = []
+        self.contracting: dict[int, tuple[int, ...]] = {}
         self.position = 0
         self.constants: dict[shardy.Value, str] = {}
         self.dtype_of: dict[int, str] = {}  # of a contraction's operands, by the value it makes
@@ -203,11 +213,13 @@ class _Builder:
             self._loop(op, operands, trips)
             self.tags[tag] = (first, len(op.results))
             return
-        for result in op.results:
+        for k, result in enumerate(op.results):
             index = self.new(result, name, trips)
-            self.operands[index] = operands
+            barrier = name == "stablehlo.optimization_barrier"
+            self.operands[index] = [operands[k]] if barrier else operands
             self.own_flops[index] = self._flops(op, index)
             if name in ("stablehlo.dot_general", "stablehlo.convolution"):
+                self.contracting[tag] = tuple(operands)
                 self.dtype_of[index] = shardy.dtype_of(op.operands[0])
         for i in operands:
             self.uses[i].append((name, first if op.results else -1))
@@ -216,7 +228,7 @@ class _Builder:
             self._branches(op, first, trips)
 
     def _loop(self, op: shardy.Operation, operands: list[int], trips: float) -> None:
-        count, known = self._trip_count(op)
+        count, known = trip_count(op, self.constants)
         if not known:
             where = str(op.location)[:60]
             self.assumptions.append(f"unknown trip count taken as 1 at {where}")
@@ -229,9 +241,50 @@ class _Builder:
             self.alias(argument, result)
         for argument, result in zip(body.arguments, results, strict=True):
             self.alias(argument, result)
+        start = self.position
         self.block(body, trips * count)
-        for result in results:
-            self.last_use[result] = max(self.last_use.get(result, 0), self.position)
+        returned = list(body.operations)[-1].operation.operands
+        self.loops.append(
+            Loop(
+                start=start,
+                end=self.position,
+                carries=tuple(results),
+                initial=tuple(operands),
+                returned=tuple(self._unchanged(self.number[v]) for v in returned),
+            )
+        )
+
+    def _sink_fills(self) -> None:
+        """A loop makes itself what it is only given to read and what a constant fills.
+
+        XLA's while-loop-constant-sinking: such a value is neither written nor handed over.
+        """
+        for loop in sorted(self.loops, key=lambda loop: loop.start):
+            for carry, initial, returned in zip(
+                loop.carries, loop.initial, loop.returned, strict=True
+            ):
+                if returned == carry and self._is_fill(initial):
+                    self.op_of[carry], self.operands[carry] = "stablehlo.iota", []
+                    self.uses[initial].remove(("stablehlo.while", carry))
+                    self.uses[carry].remove(("stablehlo.return", -1))
+
+    def _is_fill(self, v: int) -> bool:
+        if self.op_of[v] in ("stablehlo.constant", "sdy.constant", "stablehlo.iota"):
+            return True
+        passes = {"stablehlo.broadcast_in_dim", "stablehlo.convert", *_RENAMES}
+        return self.op_of[v] in passes and self._is_fill(self.operands[v][0])
+
+    def _unchanged(self, v: int) -> int:
+        """The value that constraints and reshapes only give another name."""
+        while (source := self._source(v)) >= 0 and self.op_of[v] != _UPDATE:
+            v = source
+        return v
+
+    def _source(self, v: int) -> int:
+        """The value in whose buffer another lies, if it does; else -1."""
+        if self.op_of[v] in _RENAMES or self.op_of[v] == _UPDATE:
+            return self.operands[v][0]
+        return -1
 
     def _branches(self, op: shardy.Operation, first: int, trips: float) -> None:
         self.assumptions.append(f"the largest branch is taken at {str(op.location)[:60]}")
@@ -249,40 +302,6 @@ class _Builder:
             if i != keep:
                 for j in range(a, b):
                     self.trip_of[j] = 0.0
-
-    def _trip_count(self, op: shardy.Operation) -> tuple[float, bool]:
-        """Iterations of a loop that counts from a constant to a constant."""
-        condition, body = (region.blocks[0] for region in op.regions)
-        ops = [o.operation for o in condition.operations]
-        if len(ops) < 2 or ops[-2].name != "stablehlo.compare":
-            return 1.0, False
-        local = {
-            o.results[0]: str(o.attributes["value"])
-            for o in [*ops, *(b.operation for b in body.operations)]
-            if o.name == "stablehlo.constant"
-        }
-
-        def number(value: shardy.Value) -> int | None:
-            text = local.get(value) or self.constants.get(value)
-            found = re.search(r"dense<(-?\d+)>", text) if text else None
-            return int(found.group(1)) if found else None
-
-        left, right = ops[-2].operands
-        limit = number(right)
-        arguments = list(condition.arguments)
-        if limit is None or left not in arguments:
-            return 1.0, False
-        slot = arguments.index(left)
-        start = number(op.operands[slot])
-        returned = list(body.operations)[-1].operation.operands[slot]
-        step = None
-        for o in body.operations:
-            inner = o.operation
-            if inner.name == "stablehlo.add" and inner.results[0] == returned:
-                step = number(inner.operands[1]) or number(inner.operands[0])
-        if start is None or not step or "LT" not in str(ops[-2].attributes["comparison_direction"]):
-            return 1.0, False
-        return float(max(0, math.ceil((limit - start) / step))), True
 
     def _flops(self, op: shardy.Operation, index: int) -> float:
         name = op.name
@@ -326,6 +345,7 @@ class _Builder:
     def table(self, main: shardy.Block) -> KernelTable:
         arguments = [self.new(value, "", 1.0) for value in main.arguments]
         self.block(main, 1.0)
+        self._sink_fills()
         n = len(self.sizes)
         returned = [
             self.number[v] for v in list(main.operations)[-1].operation.operands if v in self.number
@@ -340,12 +360,12 @@ class _Builder:
         read_kernel: list[int] = []
         read_value: list[int] = []
         read_scale: list[float] = []
-        last = dict(self.last_use)
+        touches: list[list[int]] = [[] for _ in range(n)]
         for v in range(n):
             if not written[v] or self.op_of[v] in ("", "stablehlo.while", "stablehlo.case"):
                 for i in self.operands[v]:
-                    if self.op_of[v] == "stablehlo.while":
-                        self._touch(last, written, i, self.position_of[v])
+                    if self.op_of[v] in ("stablehlo.while", "stablehlo.optimization_barrier"):
+                        self._touch(touches, written, i, self.position_of[v])
                 continue
             reads, flops = self._gather(v, written, roots)
             k = len(kernel_value)
@@ -362,9 +382,21 @@ class _Builder:
                 read_kernel.append(k)
                 read_value.append(i)
                 read_scale.append(scale)
-                self._touch(last, written, i, self.position_of[v])
+                self._touch(touches, written, i, self.position_of[v])
             for i in self.operands[v]:
-                self._touch(last, written, i, self.position_of[v])
+                self._touch(touches, written, i, self.position_of[v])
+        buffer, last = assign(
+            Values(
+                position=self.position_of,
+                written=written,
+                argument=[op == "" for op in self.op_of],
+                constraint=[parent >= 0 for parent in self.parents],
+                source=[self._source(v) for v in range(n)],
+                elementwise=[op not in _HEAVY for op in self.op_of],
+                touches=touches,
+            ),
+            self.loops,
+        )
         live_from = np.full(n, -1)
         live_to = np.full(n, -1)
         aliased = set(returned[: self.state_count])
@@ -373,14 +405,11 @@ class _Builder:
                 i = self.parents[i]
                 aliased.add(i)
         for v in range(n):
-            if not written[v] or v in aliased or self.op_of[v] == "":
+            if v in aliased or self.op_of[v] == "" or buffer[v] != v:
                 continue
-            if self.op_of[v] == "stablehlo.dynamic_update_slice":
-                continue  # it lives in its operand's buffer
-            if self.op_of[v] == "stablehlo.while" and self._carried_argument(v, arguments):
-                continue
-            live_from[v] = self.position_of[v]
-            live_to[v] = max(last.get(v, 0), self.position_of[v])
+            if written[v] or self.parents[v] >= 0:
+                live_from[v] = self.position_of[v]
+                live_to[v] = max(last[v], self.position_of[v])
         return KernelTable(
             value_bytes=np.array(self.sizes),
             tags=self.tags,
@@ -395,31 +424,26 @@ class _Builder:
             read_kernel=np.array(read_kernel, dtype=int),
             read_value=np.array(read_value, dtype=int),
             read_scale=np.array(read_scale),
+            buffer=np.array(buffer, dtype=int),
             live_from=live_from,
             live_to=live_to,
             positions=self.positions,
             length=self.position + 2,
             trips=self.trips,
+            operands=self.contracting,
             assumptions=tuple(dict.fromkeys(self.assumptions)),
         )
 
-    def _carried_argument(self, v: int, arguments: list[int]) -> bool:
-        """A loop carry that only passes an argument of main through shares its buffer."""
-        source = self.operands[v][0] if self.operands[v] else -1
-        while source >= 0 and self.parents[source] >= 0:
-            source = self.parents[source]
-        return source in set(arguments)
-
-    def _touch(self, last: dict[int, int], written: list[bool], v: int, position: int) -> None:
-        """Extends the life of whatever buffers a value is read from."""
+    def _touch(self, touches: list[list[int]], written: list[bool], v: int, position: int) -> None:
+        """Notes that whatever buffers a value is read from are needed at a position."""
         stack, seen = [v], set()
         while stack:
             i = stack.pop()
             if i in seen:
                 continue
             seen.add(i)
-            last[i] = max(last.get(i, 0), position)
-            if not written[i] or self.parents[i] >= 0:
+            touches[i].append(position)
+            if not written[i] and self.parents[i] < 0:
                 stack += self.operands[i]
 
     def _written(self, v: int) -> bool:

@@ -13,7 +13,8 @@ LAYERS = (
     {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"}
     | {"catalogue", "topology"},
     {"program", "target", "journal", "hlo"},
-    {"flow", "sites", "axes", "kernels", "analysis", "specs", "written", "space", "lowering"}
+    {"flow", "sites", "axes", "kernels", "buffers", "trips"}
+    | {"analysis", "specs", "written", "space", "lowering"}
     | {"cost", "calibrate", "network"},
     {"rungs", "strategy", "promote"},
     {"driver"},

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -405,6 +406,8 @@ class Judged:
     Attributes:
       shards: tag -> for each result the set of mesh axes (or parts) that divide it.
       contracted: tag of a product or reduction -> mesh axes that divide its work.
+      operands: tag of the same -> for each operand the mesh axes that divide what is read, which is
+        less than what was made where the partitioner gathers in between.
       communication: (operation, mesh axes, local bytes in, local bytes out, a tag of its block, tag
         of the operation before it, axes sliced right after it, location).
       argument_axes: mesh axes of each argument of main.
@@ -416,6 +419,7 @@ class Judged:
         "argument_dims",
         "communication",
         "contracted",
+        "operands",
         "result_dims",
         "shards",
     )
@@ -423,10 +427,26 @@ class Judged:
     def __init__(self) -> None:
         self.shards: dict[int, tuple[frozenset[str], ...]] = {}
         self.contracted: dict[int, frozenset[str]] = {}
+        self.operands: dict[int, tuple[frozenset[str], ...]] = {}
         self.communication: list[Communication] = []
         self.argument_axes: list[frozenset[str]] = []
         self.argument_dims: list[tuple[tuple[str, ...], ...]] = []
         self.result_dims: list[tuple[tuple[str, ...], ...]] = []
+
+
+def _before_cast(value: Value) -> Value:
+    """What is sent of a value: where a cast has just widened it, the narrow one.
+
+    Shardy reshards the result of a cast; XLA's partitioner gives every elementwise operation its
+    operands as the result is sharded, so that the cast comes after (seen with bf16 scores that are
+    cast to f32, jaxlib 0.10.2 for H100).
+    """
+    owner = value.owner
+    if isinstance(owner, ir.Block) or owner.name != "stablehlo.convert":
+        return value
+    narrow = owner.operands[0]
+    bits = [shape_and_bits(str(v.type))[1] for v in (narrow, value)]
+    return narrow if bits[0] < bits[1] else value
 
 
 _CONTRACTING = frozenset({"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.reduce"})
@@ -481,6 +501,10 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
         return found
 
     of_value: dict[Value, frozenset[str]] = {}
+    # Sums over devices that nothing has used yet, by value: where they stand in `communication`.
+    sums: dict[Value, int] = {}
+    merged: set[int] = set()
+    gathered: set[tuple[Value, Attribute]] = set()
     empty: frozenset[str] = frozenset()
     block = main.regions[0].blocks[0]
     for argument, attribute in zip(block.arguments, main.attributes["arg_attrs"], strict=True):
@@ -520,10 +544,17 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                 judged.shards[last_tag] = shards
                 for result, axes in zip(results, shards, strict=False):
                     of_value[result] = axes
+                if name == "stablehlo.add" and all(v in sums for v in op.operands):
+                    first, second = (sums.pop(v) for v in op.operands)
+                    if _alike(judged.communication[first], judged.communication[second]):
+                        merged.add(second)
+                        if _used_once(op.results[0]):
+                            sums[op.results[0]] = first
                 if name in _CONTRACTING:
                     every = set(shards[0])
-                    for operand in op.operands:
-                        every |= of_value.get(operand, empty)
+                    given = tuple(of_value.get(operand, empty) for operand in op.operands)
+                    every.update(*given)
+                    judged.operands[last_tag] = given
                     judged.contracted[last_tag] = frozenset(distinct(every))
                 if name == "stablehlo.while":
                     for region in op.regions:
@@ -540,6 +571,8 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                 result = op.results[0]
                 of_value[result] = out
                 if name == "sdy.all_slice":
+                    if op.operands[0] in sums and _used_once(result):
+                        sums[result] = sums.pop(op.operands[0])
                     continue
                 before = of_value.get(op.operands[0], empty)
                 sliced: tuple[str, ...] = ()
@@ -555,21 +588,40 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                     involved = tuple(dict.fromkeys(_AXIS.findall(str(held["params"]))))
                 else:
                     involved = distinct(out | before)
+                if name == "sdy.all_gather":
+                    # XLA's common-subexpression elimination: the same value is gathered once.
+                    if (same := (op.operands[0], held["out_sharding"])) in gathered:
+                        continue
+                    gathered.add(same)
+                sent = op.operands[0] if name == "sdy.all_reduce" else _before_cast(op.operands[0])
                 judged.communication.append(
                     (
                         name.removeprefix("sdy."),
                         tuple(a.strip('"') if ":" not in a else a for a in involved),
-                        bytes_of(op.operands[0], before),
-                        bytes_of(result, out),
+                        bytes_of(sent, before),
+                        bytes_of(sent, out),
                         own_tag,
                         last_tag,
                         sliced,
                         str(op.location)[:200],
                     )
                 )
+                if name == "sdy.all_reduce" and _used_once(result):
+                    sums[result] = len(judged.communication) - 1
 
     visit(block)
+    judged.communication = [c for i, c in enumerate(judged.communication) if i not in merged]
     return judged
+
+
+def _used_once(value: Value) -> bool:
+    return len(list(itertools.islice(value.uses, 2))) == 1
+
+
+def _alike(one: Communication, other: Communication) -> bool:
+    """Whether two sums over devices run over the same ones and are cut alike afterwards: XLA adds
+    first, and sends once (its passes all-reduce-reassociate and reduce-scatter-reassociate)."""
+    return (one[1], one[4], one[6]) == (other[1], other[4], other[6])
 
 
 _AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')

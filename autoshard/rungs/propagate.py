@@ -17,6 +17,7 @@ from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
 
+_SITE = "autoshard_site_"
 _SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
 
 
@@ -72,6 +73,7 @@ class Propagator:
         n = len(kernels.value_bytes)
         divided = np.full(n, np.inf if judged else 1.0)
         contracted = {}
+        regathered: dict[int, float] = {}
         collectives: list[Collective] = []
         spikes: list[tuple[int, float]] = []
         if judged:
@@ -93,6 +95,7 @@ class Propagator:
                 for tag, axes in judged.contracted.items()
                 if tag in kernels.tags
             }
+            regathered = self._regathered(judged, sizes, divided)
             forms = cost.constants.forms_reduce_scatter
             collectives, spikes = self._communication(judged, sizes, forms)
         local = kernels.value_bytes / divided
@@ -106,6 +109,8 @@ class Propagator:
             weights=local[kernels.read_value] * kernels.read_scale,
             minlength=len(kernels.kernel_value),
         )
+        for k, value in enumerate(kernels.kernel_value):
+            traffic[k] += regathered.get(value, 0.0)
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
         compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_dtypes)
@@ -129,6 +134,22 @@ class Propagator:
             elapsed_s=time.perf_counter() - start,
         )
 
+    def _regathered(
+        self, judged: shardy.Judged, sizes: dict[str, int], divided: np.ndarray
+    ) -> dict[int, float]:
+        """By the value it makes, what a product reads beyond what was made: gathered in between."""
+        kernels = self._analysis.kernels
+        found = {}
+        for tag, operands in kernels.operands.items():
+            extra = 0.0
+            for value, axes in zip(operands, judged.operands.get(tag, ()), strict=False):
+                ways = math.prod(shardy.axis_size(a, sizes) for a in axes)
+                if ways < divided[value] < math.inf:
+                    extra += kernels.value_bytes[value] * (1 / ways - 1 / divided[value])
+            if extra:
+                found[kernels.tags[tag][0]] = extra
+        return found
+
     def _communication(
         self, judged: shardy.Judged, sizes: dict[str, int], forms: bool
     ) -> tuple[list[Collective], list[tuple[int, float]]]:
@@ -151,7 +172,8 @@ class Propagator:
                     source=f"{found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}" if found else "",
                 )
             )
-            spikes.append((kernels.positions.get(tag, 0), after))
+            if kind != "all_gather" or _SITE not in location:  # else the constraint's value is it
+                spikes.append((kernels.positions.get(tag, 0), after))
         return collectives, spikes
 
 
@@ -163,11 +185,35 @@ def _closed(spec: Spec, leaf: Leaf) -> shardy.Dims:
 def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[tuple[int, float]]) -> float:
     """Largest sum of live buffers over the step, bytes; arguments not included."""
     change = np.zeros(kernels.length + 2)
+    sizes, live_to = buffers(kernels, local)
     held = kernels.live_from >= 0
-    sizes = np.where(np.isfinite(local), local, 0.0)
     np.add.at(change, kernels.live_from[held], sizes[held])
-    np.add.at(change, kernels.live_to[held] + 1, -sizes[held])
+    np.add.at(change, live_to[held] + 1, -sizes[held])
     for position, bytes_ in spikes:
         change[position] += bytes_
         change[min(position + 2, len(change) - 1)] -= bytes_
     return float(np.cumsum(change).max(initial=0.0))
+
+
+def buffers(kernels: KernelTable, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes of each buffer, that of the largest value in it; position of its last need).
+
+    A constraint that keeps the size of what it constrains is the same array; else it is another
+    one, and what it constrains is not needed any longer for its sake.
+    """
+    bytes_ = np.where(np.isfinite(local), local, 0.0)
+    sizes = np.zeros(len(local))
+    np.maximum.at(sizes, kernels.buffer, bytes_)
+    live_to = kernels.live_to.copy()
+    constraints = np.flatnonzero(kernels.parents >= 0)
+    parents = kernels.parents[constraints]
+    same = bytes_[constraints] == bytes_[parents]
+    sizes[constraints[same]] = 0.0
+    kept = kernels.buffer[parents]
+    for c, buffer, one in zip(
+        constraints[::-1].tolist(), kept[::-1].tolist(), same[::-1].tolist(), strict=True
+    ):
+        until = live_to[c] if one else kernels.live_from[c]
+        if until > live_to[buffer]:
+            live_to[buffer] = until
+    return sizes, live_to

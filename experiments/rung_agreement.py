@@ -1,0 +1,321 @@
+"""Does rung 1 rank layouts as the target's own compiler does?
+
+Question: over a fixed-seed sample of layouts that fit, and rung 1's ten best, how far do rung 1 and
+  rung 2 agree on predicted time (with and without the collective term both share) and on peak
+  memory; what does rung 1 reject that fits; does it promote what is too large?
+Command: python -m experiments.rung_agreement --model=llama3-8b --target=h100:8x8
+         (needs autoshard[cuda], for TPUs autoshard[tpu])
+Cost: about 100 compiles by two workers: 10 minutes for GPUs, an hour for TPUs, on 2 cores. What is
+  compiled stands in <out>/<model>-<target>.jsonl; a run that was killed goes on from there.
+Expected: Kendall's tau at least 0.8 for time, at least 0.9 for memory; nothing wrongly rejected.
+
+Up to half of the sample is drawn by Space.sample, a quarter by random walks of up to four decisions
+from the baselines, the rest by such walks from the ten best, so that not all layouts are absurd.
+Few of the first fit: after --most of a kind the next one fills up, the last to four times that.
+None is left out for what rung 1 says of it, but for the bytes of its state alone. The ten best are
+those that a search promotes, whether they fit or not.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import platform
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+from scipy import stats  # type: ignore[import-untyped]
+
+from autoshard import Budget
+from autoshard.api import cost_model
+from autoshard.compat.compilers import compiler_version
+from autoshard.compat.noise import start_jax
+from autoshard.driver.compiling import Compiling
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.driver.promoting import promoted
+from autoshard.driver.propagating import propagate_all
+from autoshard.journal import Journal, opened
+from autoshard.layout import Candidate
+from autoshard.promote import DEFAULT_LOWER_BOUND, surely_too_large
+from autoshard.rungs.propagate import Propagator
+from autoshard.space import Space
+from autoshard.strategy import baselines
+from autoshard.subjects import make_subject, trace_all
+from autoshard.target import find_target
+from autoshard.trial import Estimate, Failure
+from experiments import pod_sizes, pod_tasks
+from experiments.progress import progress_bar, show_on
+
+_MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "The model.")
+_TARGET = flags.DEFINE_string("target", "h100:8x8", "Hardware; autoshard.targets() lists chips.")
+_BATCH = flags.DEFINE_integer("batch", 0, "Sequences in the global batch; 0 for the model's own.")
+_REMAT = flags.DEFINE_list("remat", ["full", "dots"], "Remat policies to draw from.")
+_FITTING = flags.DEFINE_integer("fitting", 40, "Fitting candidates to draw; even.")
+_MOST = flags.DEFINE_integer("most", 48, "Most candidates of the first two kinds.")
+_TOP = flags.DEFINE_integer("top", 10, "Rung 1's best, besides.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the draws and the search.")
+_OUT = flags.DEFINE_string("out", "results/rung_agreement", "Folder of the results.")
+
+_AT_ONCE = 8  # compiled between two looks at how many fit
+_MEASURES = ("time_s", "compute_s", "communication_s", "peak_memory_bytes")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One candidate as both rungs see it."""
+
+    group: str  # "top", "uniform", "baselines" or "best"
+    row: Row
+    fits: bool  # by rung 2
+
+    @property
+    def pair(self) -> tuple[Estimate, Estimate] | None:
+        one, two = self.row.propagated, self.row.compiled
+        return (one, two) if isinstance(one, Estimate) and isinstance(two, Estimate) else None
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    jax.config.update("jax_platforms", "cpu")
+    start_jax()
+    start = time.perf_counter()
+    console = Console()
+    name = f"{_MODEL.value}-{_TARGET.value.replace(':', '-').replace('*', '-')}"
+    folder = pathlib.Path(_OUT.value)
+    target = find_target(_TARGET.value)
+    sizes = {"batch_size": _BATCH.value} if _BATCH.value else {}
+    model_fn, _ = pod_tasks.task(_MODEL.value, **sizes)
+    programs, _ = trace_all(model_fn, {"remat": tuple(_REMAT.value)}, False)
+    with opened(folder / f"{name}.jsonl") as journal, progress_bar(console) as progress:
+        ledger = Ledger(
+            subjects=[make_subject(p, target, "free", None) for p in programs],
+            target=target,
+            cost=cost_model(target),
+            budget=Budget(candidates=250, compiles=2 * _MOST.value + _TOP.value, profiles=0),
+            journal=journal,
+            callbacks=(show_on(progress),),
+            seed=_SEED.value,
+            limit_bytes=int(target.memory_bytes * 0.95),  # search's headroom
+            folder=pathlib.Path("runs/rung_agreement").absolute() / name,
+        )
+        points, skipped = judged(ledger)
+    figures = {
+        "model": _MODEL.value,
+        "target": _TARGET.value,
+        **sizes,
+        "limit_bytes": ledger.limit_bytes,
+        **summary(points, ledger.limit_bytes),
+        "state_too_large": skipped,
+        "seed": _SEED.value,
+        "elapsed_s": time.perf_counter() - start,
+        "compiler": compiler_version(target.lowering_platform),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "points": [_figures_of(p) for p in points],
+    }
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    console.print(_table(figures))
+    console.print(f"Figures in {path}.", highlight=False)
+
+
+def judged(ledger: Ledger) -> tuple[list[Point], int]:
+    """Rung 1's best and the sample, compiled; and how many were left out for their state alone."""
+    compiled, ledger.journal = ledger.journal, Journal()  # rung 1 is asked anew every time
+    propagate_all(ledger, None, 1.0)
+    ledger.journal = compiled
+    compiling = Compiling(ledger, None)
+    with compiling.opened():
+        top = promoted(ledger, _TOP.value, [])
+        compiling.compile(top, 1.0)
+        points = _points("top", top, ledger)
+        draws = _Draws(ledger, {ledger.rows[i].program for i in top})
+        best = [ledger.rows[i].candidate for i in top]
+        fitting = 0
+        for group, draw, wanted, most in (
+            ("uniform", _uniform, _FITTING.value // 2, _MOST.value),
+            ("baselines", functools.partial(_walk, ()), _FITTING.value * 3 // 4, _MOST.value),
+            ("best", functools.partial(_walk, best), _FITTING.value, 4 * _MOST.value),
+        ):
+            rows = draws.rows(draw)
+            drawn: list[int] = []
+            while len(drawn) < most and fitting + len(ledger.fitting(drawn)) < wanted:
+                some = list(itertools.islice(rows, _AT_ONCE))
+                compiling.compile(some, 1.0)
+                drawn += some
+            fitting += len(ledger.fitting(drawn))
+            points += _points(group, drawn, ledger)
+    return points, draws.skipped
+
+
+def _points(group: str, rows: Sequence[int], ledger: Ledger) -> list[Point]:
+    fitting = set(ledger.fitting(rows))
+    return [Point(group=group, row=ledger.rows[i], fits=i in fitting) for i in rows]
+
+
+class _Draws:
+    """New rows of a ledger, each program once.
+
+    Attributes:
+      skipped: candidates whose state alone is too large.
+    """
+
+    def __init__(self, ledger: Ledger, seen: set[object]):
+        self.skipped = 0
+        self._ledger, self._seen = ledger, seen
+        self._propagators = [Propagator(subject.analysis) for subject in ledger.subjects]
+
+    def rows(self, draw: Callable[[Space, random.Random], Candidate | None]) -> Iterator[int]:
+        ledger = self._ledger
+        rng = random.Random(ledger.seed)
+        while True:
+            index = rng.randrange(len(ledger.subjects))
+            space = ledger.subjects[index].space
+            candidate = draw(space, rng)
+            if candidate is None:
+                continue
+            program = (index, space.specs(candidate.layout).key())
+            if program in self._seen:
+                continue
+            self._seen.add(program)
+            outcome = self._propagators[index].judge(space, candidate.layout, ledger.cost)
+            if isinstance(outcome, Estimate) and outcome.state_bytes > ledger.limit_bytes:
+                self.skipped += 1
+                continue
+            ledger.rows.append(
+                Row(
+                    subject=index,
+                    candidate=candidate,
+                    baseline="",
+                    program=program,
+                    propagated=outcome,
+                )
+            )
+            yield len(ledger.rows) - 1
+
+
+def _uniform(space: Space, rng: random.Random) -> Candidate | None:
+    return space.sample(rng)
+
+
+def _walk(best: Sequence[Candidate], space: Space, rng: random.Random) -> Candidate | None:
+    """Up to four decisions away from one of the best, or from a baseline where there are none."""
+    starts = [c for c in best if c.knobs == space.knobs]
+    starts = starts or [b.candidate for b in baselines(space)]
+    here = rng.choice(starts)
+    for _ in range(rng.randint(1, 4)):
+        near = list(space.drafts(here))
+        rng.shuffle(near)
+        here = next((c for c in near if space.contains(c) is None), here)
+    return here
+
+
+def summary(points: Sequence[Point], limit_bytes: int) -> dict[str, Any]:
+    """What the points say; taus over all that fit, and the ten best whether they fit or not."""
+    chosen = [p for p in points if p.pair and (p.fits or p.group == "top")]
+    pairs = [p.pair for p in chosen if p.pair]
+    top = [p for p in points if p.group == "top"]
+    rejected = [
+        p
+        for p in points
+        if isinstance(one := p.row.propagated, Failure)
+        or surely_too_large(one, limit_bytes, DEFAULT_LOWER_BOUND)
+    ]
+    best = min((p for p in top if p.fits), key=lambda p: p.pair[1].time_s, default=None)  # type: ignore[index]
+    return {
+        "compared": len(pairs),
+        "fitting": sum(p.fits for p in points if p.group != "top"),
+        "compiled": len(points),
+        "failed": sum(isinstance(p.row.compiled, Failure) for p in points),
+        **{
+            f"tau_{measure}": tau(
+                [getattr(a, measure) for a, _ in pairs], [getattr(b, measure) for _, b in pairs]
+            )
+            for measure in _MEASURES
+        },
+        "ratios": {
+            measure: _spread([getattr(a, measure) / getattr(b, measure) for a, b in pairs])
+            for measure in _MEASURES
+            if all(getattr(b, measure) for _, b in pairs)
+        },
+        "rejected": len(rejected),
+        "wrongly_rejected": sum(p.fits for p in rejected),
+        "top_too_large": sum(not p.fits for p in top),
+        "returned_fits": best is not None and best.fits,
+    }
+
+
+def tau(first: Sequence[float], second: Sequence[float], draws: int = 2000) -> dict[str, float]:
+    """Kendall's tau-b of two rankings, and its 95 % interval over resampled points.
+
+    >>> tau([1, 2, 3, 4], [2, 4, 6, 9])["tau"]
+    1.0
+    """
+    x, y = np.array(first, dtype=float), np.array(second, dtype=float)
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(draws):
+        rows = rng.integers(len(x), size=len(x))
+        found.append(float(stats.kendalltau(x[rows], y[rows]).statistic))
+    low, high = np.nanquantile(found, [0.025, 0.975])
+    whole = float(stats.kendalltau(x, y).statistic)
+    return {"tau": whole, "low": float(low), "high": float(high)}
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    quantiles = {"least": 0.0, "tenth": 0.1, "median": 0.5, "ninth": 0.9, "most": 1.0}
+    return {name: float(np.quantile(ratios, q)) for name, q in quantiles.items()}
+
+
+def _figures_of(point: Point) -> dict[str, Any]:
+    row = point.row
+
+    def said(outcome: object) -> dict[str, Any]:
+        if isinstance(outcome, Failure):
+            return {"failure": outcome.kind, "message": outcome.message[:300]}
+        return {k: getattr(outcome, k) for k in (*_MEASURES, "state_bytes", "flops")}
+
+    return {
+        "group": point.group,
+        "fits": point.fits,
+        "candidate": row.candidate.to_json(),
+        "rung1": said(row.propagated),
+        "rung2": said(row.compiled),
+    }
+
+
+def _table(figures: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"rung 1 against rung 2, {figures['model']} on {figures['target']}:"
+        f" {figures['compared']} layouts"
+    )
+    for head in ("of", "Kendall's tau", "95 %", "rung 1 / rung 2: least", "median", "most"):
+        table.add_column(head)
+    for measure in _MEASURES:
+        found, ratios = figures[f"tau_{measure}"], figures["ratios"].get(measure)
+        table.add_row(
+            measure,
+            f"{found['tau']:.3f}",
+            f"{found['low']:.3f} to {found['high']:.3f}",
+            *(f"{ratios[q]:.2f}" if ratios else "-" for q in ("least", "median", "most")),
+        )
+    table.caption = (
+        f"{figures['compiled']} compiled, {figures['fitting']} of the sample fit,"
+        f" {figures['failed']} failed; rung 1 wrongly rejected {figures['wrongly_rejected']} of"
+        f" {figures['rejected']}; of its best {figures['top_too_large']} are too large"
+    )
+    return table
+
+
+if __name__ == "__main__":
+    app.run(main)
