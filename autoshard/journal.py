@@ -89,7 +89,7 @@ def _lock(file: IO[str], path: pathlib.Path) -> None:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise JournalError(
-            f"{path} is in use by another search: wait for it, or give this one a journal of its own"
+            f"{path} is in use by another search: wait, or give this one its own"
         ) from None
     except OSError:
         pass  # a file system without locks
