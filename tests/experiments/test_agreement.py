@@ -10,7 +10,7 @@ from autoshard.driver.ledger import Row
 from autoshard.layout import Candidate, Layout
 from autoshard.strategy import baselines
 from autoshard.trial import Estimate, Failure, Kind, Rung, Stage
-from experiments.rung_agreement import Point, _figures_of, _walk, summary, tau
+from experiments.agreement import Point, figures_of, summary, tau, walk
 from tests.analysed import subject
 
 LIMIT = 1000
@@ -65,13 +65,13 @@ def test_what_rung_1_refuses_counts_as_rejected() -> None:
     refused.row.propagated = Failure(stage=Stage.PROPAGATE, kind=Kind.UNSUPPORTED, message="no")
     found = summary([refused, point(500, 600, 2.0), point(700, 800, 3.0)], LIMIT)
     assert (found["rejected"], found["wrongly_rejected"]) == (1, 1)
-    assert json.dumps(_figures_of(refused))
+    assert json.dumps(figures_of(refused))
 
 
 def test_walks_stay_in_the_space_and_depend_on_the_seed_alone() -> None:
     space = subject("scanned_mlp").space
-    walks = [[_walk((), space, random.Random(7)) for _ in range(3)] for _ in range(2)]
+    walks = [[walk((), space, random.Random(7)) for _ in range(3)] for _ in range(2)]
     assert walks[0] == walks[1]
     assert all(c is not None and space.contains(c) is None for c in walks[0])
     best = [baselines(space)[0].candidate]
-    assert _walk(best, space, random.Random(1)) is not None
+    assert walk(best, space, random.Random(1)) is not None

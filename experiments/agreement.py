@@ -1,0 +1,118 @@
+"""How far two rungs agree: points, rankings, and where sampled layouts come from."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
+
+from autoshard.driver.ledger import Row
+from autoshard.layout import Candidate
+from autoshard.promote import DEFAULT_LOWER_BOUND, surely_too_large
+from autoshard.space import Space
+from autoshard.strategy import baselines
+from autoshard.trial import Estimate, Failure
+
+MEASURES = ("time_s", "compute_s", "communication_s", "peak_memory_bytes")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One candidate as both rungs see it."""
+
+    group: str  # "top", "uniform", "baselines" or "best"
+    row: Row
+    fits: bool  # by rung 2
+
+    @property
+    def pair(self) -> tuple[Estimate, Estimate] | None:
+        one, two = self.row.propagated, self.row.compiled
+        return (one, two) if isinstance(one, Estimate) and isinstance(two, Estimate) else None
+
+
+def walk(best: Sequence[Candidate], space: Space, rng: random.Random) -> Candidate | None:
+    """Up to four decisions away from one of the best, or from a baseline where there are none."""
+    starts = [c for c in best if c.knobs == space.knobs]
+    starts = starts or [b.candidate for b in baselines(space)]
+    here = rng.choice(starts)
+    for _ in range(rng.randint(1, 4)):
+        near = list(space.drafts(here))
+        rng.shuffle(near)
+        here = next((c for c in near if space.contains(c) is None), here)
+    return here
+
+
+def summary(points: Sequence[Point], limit_bytes: int) -> dict[str, Any]:
+    """What the points say; taus over all that fit, and the ten best whether they fit or not."""
+    chosen = [p for p in points if p.pair and (p.fits or p.group == "top")]
+    pairs = [p.pair for p in chosen if p.pair]
+    top = [p for p in points if p.group == "top"]
+    rejected = [
+        p
+        for p in points
+        if isinstance(one := p.row.propagated, Failure)
+        or surely_too_large(one, limit_bytes, DEFAULT_LOWER_BOUND)
+    ]
+    best = min((p for p in top if p.fits), key=lambda p: p.pair[1].time_s, default=None)  # type: ignore[index]
+    return {
+        "compared": len(pairs),
+        "fitting": sum(p.fits for p in points if p.group != "top"),
+        "compiled": len(points),
+        "failed": sum(isinstance(p.row.compiled, Failure) for p in points),
+        **{
+            f"tau_{measure}": tau(
+                [getattr(a, measure) for a, _ in pairs], [getattr(b, measure) for _, b in pairs]
+            )
+            for measure in MEASURES
+        },
+        "ratios": {
+            measure: _spread([getattr(a, measure) / getattr(b, measure) for a, b in pairs])
+            for measure in MEASURES
+            if all(getattr(b, measure) for _, b in pairs)
+        },
+        "rejected": len(rejected),
+        "wrongly_rejected": sum(p.fits for p in rejected),
+        "top_too_large": sum(not p.fits for p in top),
+        "returned_fits": best is not None and best.fits,
+    }
+
+
+def tau(first: Sequence[float], second: Sequence[float], draws: int = 2000) -> dict[str, float]:
+    """Kendall's tau-b of two rankings, and its 95 % interval over resampled points.
+
+    >>> tau([1, 2, 3, 4], [2, 4, 6, 9])["tau"]
+    1.0
+    """
+    x, y = np.array(first, dtype=float), np.array(second, dtype=float)
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(draws):
+        rows = rng.integers(len(x), size=len(x))
+        found.append(float(stats.kendalltau(x[rows], y[rows]).statistic))
+    low, high = np.nanquantile(found, [0.025, 0.975])
+    whole = float(stats.kendalltau(x, y).statistic)
+    return {"tau": whole, "low": float(low), "high": float(high)}
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    quantiles = {"least": 0.0, "tenth": 0.1, "median": 0.5, "ninth": 0.9, "most": 1.0}
+    return {name: float(np.quantile(ratios, q)) for name, q in quantiles.items()}
+
+
+def figures_of(point: Point) -> dict[str, Any]:
+    row = point.row
+
+    def said(outcome: object) -> dict[str, Any]:
+        if isinstance(outcome, Failure):
+            return {"failure": outcome.kind, "message": outcome.message[:300]}
+        return {k: getattr(outcome, k) for k in (*MEASURES, "state_bytes", "flops")}
+
+    return {
+        "group": point.group,
+        "fits": point.fits,
+        "candidate": row.candidate.to_json(),
+        "rung1": said(row.propagated),
+        "rung2": said(row.compiled),
+    }
