@@ -15,6 +15,7 @@ from autoshard import validity
 from autoshard.errors import PlanError
 from autoshard.plan_file import read_plan, write_plan
 from autoshard.rungs.compile_job import CompileResult
+from autoshard.trial import Estimate, Failure, Kind, Stage
 from tests import workloads
 from tests.workloads import mlp
 
@@ -266,8 +267,6 @@ def test_too_much_memory_is_an_error_before_anything_is_allocated(saved, monkeyp
 
 
 def test_a_plan_that_no_longer_compiles_is_an_error(saved, monkeypatch):
-    from autoshard.trial import Failure, Kind, Stage
-
     failure = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="the compiler is unwell")
     monkeypatch.setattr(validity, "compile_in_process", lambda request: failure)
     assert "does not compile here: crash: the compiler is unwell" in str(refused(saved))
