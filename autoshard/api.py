@@ -11,15 +11,13 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.budget import Budget, Callback
-from autoshard.calibrate import calibrated
 from autoshard.compat.noise import start_jax
-from autoshard.cost import CostModel, catalogued
 from autoshard.driver import Found, Subject, run_search
 from autoshard.errors import NoPlanError
 from autoshard.journal import Journal, opened
-from autoshard.network import Network
 from autoshard.no_plan import why_no_plan
 from autoshard.plan import Evidence, Plan
+from autoshard.pricing import cost_model
 from autoshard.strategy import Strategy
 from autoshard.subjects import KnobValue, ModelFn, check_samples, make_subject, trace_all
 from autoshard.target import Target, find_target
@@ -146,8 +144,9 @@ def load_plan(
     *,
     check_target: bool = True,
     memory_bytes: int | None = None,
+    hardware: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Loads a plan for the same model on devices that are here.
+    """Loads a plan for the same model, on devices that are here or that are named.
 
     The program is compiled again before anything is allocated: its peak memory is checked, and its
     collectives are compared with the record by kind, bytes and group; what differs is noted in
@@ -156,16 +155,11 @@ def load_plan(
     Args:
       check_target: False relaxes platform and kind of device, never the model or the device count.
       memory_bytes: overrides what one device holds.
+      hardware: a catalogue file of your own, where `mesh` names what is in it.
 
     Raises:
       PlanError: the file is damaged, or the model, a shape, the device count or a version differs;
         `differences` lists them field by field.
     """
-    return checked_plan(path, model_fn, find_target(mesh, memory_bytes), check_target)
-
-
-def cost_model(target: Target, calibration: str | os.PathLike[str] | None = None) -> CostModel:
-    """The model of time of a target: calibrated where it is here, else from the catalogue."""
-    if target.topology is not None:
-        return CostModel(catalogued(target.topology), network=Network(target.topology))
-    return CostModel(calibrated(target, calibration))
+    target = find_target(mesh, memory_bytes, hardware)
+    return checked_plan(path, model_fn, target, check_target)

@@ -13,17 +13,21 @@ cache effects between kernels.
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
-from autoshard.network import MeshShape, Network, collective_s
-from autoshard.topology import Topology
+from autoshard.hlo.work import Work
+from autoshard.layout import MeshShape
+from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
 MODEL_REVISION = 5
 """Part of every journal key: raise it when a change here changes estimates."""
+
+_NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
+"""Types of 8 and 4 bits: f8E4M3FN (MLIR), f8e4m3fn (HLO), i8, ui8, s8, u4."""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 
@@ -93,46 +97,12 @@ class Constants:
         return Constants(**{**data, "links": links, "contract_by_dtype": by_dtype})  # type: ignore[arg-type]
 
 
-def catalogued(topology: Topology) -> Constants:
-    """The constants of hardware that is not here, from its catalogue entry."""
-    chip = topology.chip
-    by_dtype = tuple(sorted((dtype, figure.value) for dtype, figure in chip.flops.items()))
-    return Constants(
-        device=chip.device_kind,
-        device_count=topology.device_count,
-        contract_flops_per_s=dict(by_dtype).get("f32", by_dtype[0][1]),
-        contract_by_dtype=by_dtype,
-        element_flops_per_s=chip.element_flops.value,
-        bandwidth_bytes_per_s=chip.memory_bandwidth.value,
-        launch_s=chip.launch_s.value,
-        shared=False,
-        forms_reduce_scatter=True,
-        links=(),
-        date="",
-        clock_hz=chip.clock_hz.value if chip.clock_hz else 0.0,
-        source=f"{topology.name} {chip.digest}",
-    )
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
     """How far the higher rungs found the model off: factors on its two parts. 1, 1 says nothing."""
 
     compute: float = 1.0
     communication: float = 1.0
-
-
-class Kernel(Protocol):
-    """What a compiled kernel does, as `hlo.timeline.Work` says it."""
-
-    @property
-    def matmul_flops(self) -> tuple[tuple[str, float], ...]: ...
-    @property
-    def element_flops(self) -> float: ...
-    @property
-    def bytes(self) -> float: ...
-    @property
-    def cycles(self) -> int | None: ...
 
 
 class CostModel:
@@ -167,10 +137,15 @@ class CostModel:
         return self.constants.device_count if self.constants.shared else 1
 
     def rate(self, dtype: str) -> float:
-        """Operations a second of products whose operands have this dtype; "" for all else."""
+        """Operations a second of products of this dtype, in MLIR's words or HLO's; "" for all else.
+
+        A rate of `f8` or `f4` is that of every format of the width, `s8` that of `i8` and `u8` too.
+        """
         if not dtype:
             return self.constants.element_flops_per_s
-        return self._by_dtype.get(dtype, self.constants.contract_flops_per_s)
+        width = _NARROW.fullmatch(dtype)
+        name = f"{'f' if dtype[0] == 'f' else 's'}{width[1]}" if width else dtype
+        return self._by_dtype.get(name, self.constants.contract_flops_per_s)
 
     def kernels_s(
         self, flops: np.ndarray, bytes_: np.ndarray, trips: np.ndarray, dtypes: Sequence[str]
@@ -197,7 +172,7 @@ class CostModel:
         )
         return self._devices * (busy + launches * c.launch_s) * self.correction.compute
 
-    def kernel_s(self, work: Kernel) -> float:
+    def kernel_s(self, work: Work) -> float:
         """Seconds of one compiled kernel.
 
         Products take the cycles that the compiler says, where it says any. For kernels that only
@@ -238,7 +213,7 @@ class MeshPrices:
     def __init__(self, cost: CostModel, mesh: MeshShape):
         self._cost, self._mesh = cost, mesh
 
-    def kernel_s(self, work: Kernel) -> float:
+    def kernel_s(self, work: Work) -> float:
         return self._cost.kernel_s(work)
 
     def collective_s(self, one: Collective) -> float:

@@ -351,7 +351,6 @@ class _Builder:
             self.number[v] for v in list(main.operations)[-1].operation.operands if v in self.number
         ]
         written = [self._written(i) for i in range(n)]
-        roots: dict[int, frozenset[int]] = {}
         kernel_value: list[int] = []
         kernel_flops: list[float] = []
         kernel_trips: list[float] = []
@@ -367,12 +366,12 @@ class _Builder:
                     if self.op_of[v] in ("stablehlo.while", "stablehlo.optimization_barrier"):
                         self._touch(touches, written, i, self.position_of[v])
                 continue
-            reads, flops = self._gather(v, written, roots)
+            reads, flops = self._gather(v, written)
             k = len(kernel_value)
             kernel_value.append(v)
             kernel_flops.append(flops)
             kernel_trips.append(self.trip_of[v])
-            in_place = self.op_of[v] == "stablehlo.dynamic_update_slice"
+            in_place = self.op_of[v] == _UPDATE
             kernel_writes.append(0.0 if in_place else 1.0)
             kernel_dtypes.append(self.dtype_of.get(v, ""))
             if in_place:
@@ -473,9 +472,7 @@ class _Builder:
                 found.append(name)
         return found
 
-    def _gather(
-        self, v: int, written: list[bool], roots: dict[int, frozenset[int]]
-    ) -> tuple[dict[int, float], float]:
+    def _gather(self, v: int, written: list[bool]) -> tuple[dict[int, float], float]:
         """What one kernel reads (value -> part of it) and the operations it executes."""
         reads: dict[int, float] = {}
         flops = self.own_flops[v]

@@ -10,6 +10,9 @@ from autoshard.errors import LayoutError
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 """Logical axis -> mesh axes (major to minor), sorted by axis; axes with no rule are absent."""
 
+MeshShape = tuple[tuple[str, int], ...]
+"""(mesh axis, size) pairs, major to minor."""
+
 Spec = tuple[tuple[str, ...], ...]
 """The canonical PartitionSpec: for each dimension the mesh axes that shard it, major to minor."""
 

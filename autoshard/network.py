@@ -19,9 +19,8 @@ import numpy as np
 
 from autoshard.catalogue import Link
 from autoshard.compat.device_order import device_order
+from autoshard.layout import MeshShape
 from autoshard.topology import Position, Topology
-
-MeshShape = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +110,13 @@ class Network:
             joined = [self._domain(link, i) for i in devices]
             members = len(set(units)) // len(set(joined))
             if members > 1 and link.kind == "torus":
-                at = [p for i, p in self._at(devices) if joined[i] == joined[0]]
+                first = [i for i, part in zip(devices, joined, strict=True) if part == joined[0]]
+                at = [self._topology.positions[i] for i in first]
                 found.append(self._torus(link, at, members))
             elif members > 1:
                 found.append(_switch(link, members))
             units = joined
         return tuple(found)
-
-    def _at(self, devices: Sequence[int]) -> list[tuple[int, Position]]:
-        return list(enumerate(self._topology.positions[i] for i in devices))
 
     def _domain(self, link: Link, device: int) -> object:
         """Which of a level's parts a device is in: its chip, its slice, its switch."""

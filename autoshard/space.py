@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from autoshard.axes import Axes, LogicalAxis
 from autoshard.errors import LayoutError
-from autoshard.layout import Candidate, Layout, Spec, rules
+from autoshard.layout import Candidate, Layout, MeshShape, Spec, rules
 from autoshard.program import Leaf, Program
 from autoshard.sites import Site
 from autoshard.specs import Specs, resolve
 from autoshard.written import Written
 
-MeshShape = tuple[tuple[str, int], ...]
 Knobs = tuple[tuple[str, str | int | float | bool | None], ...]
 
 MAX_MESH_AXES = 3

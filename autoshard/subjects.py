@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from autoshard.analysis import analyse
 from autoshard.driver import Subject
 from autoshard.errors import LayoutError, WorkloadError
-from autoshard.layout import Spec
+from autoshard.layout import MeshShape, Spec
 from autoshard.program import Program, sample_batch, trace
-from autoshard.space import MeshShape, Space, mesh_shapes, read_fix, unfit
+from autoshard.space import Space, mesh_shapes, read_fix, unfit
 from autoshard.target import Target
 from autoshard.workload import Workload
 from autoshard.written import analyse_written

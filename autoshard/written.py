@@ -12,11 +12,9 @@ from jax.sharding import NamedSharding
 from autoshard.analysis import Analysis
 from autoshard.compat import jaxprs, shardy
 from autoshard.kernels import read_kernels
-from autoshard.layout import Spec
+from autoshard.layout import MeshShape, Spec
 from autoshard.program import Program
 from autoshard.specs import Specs
-
-MeshShape = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

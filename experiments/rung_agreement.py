@@ -5,8 +5,8 @@ Question: over a fixed-seed sample of layouts that fit, and rung 1's ten best, h
   memory; what does rung 1 reject that fits; does it promote what is too large?
 Command: python -m experiments.rung_agreement --model=llama3-8b --target=h100:8x8
          (needs autoshard[cuda], for TPUs autoshard[tpu])
-Cost: about 100 compiles by two workers: 10 minutes for GPUs, an hour for TPUs, on 2 cores. What is
-  compiled stands in <out>/<model>-<target>.jsonl; a run that was killed goes on from there.
+Cost: about 100 compiles by two workers: 15 minutes for GPUs on 2 cores; for TPUs 85 CPU-seconds
+  each. What is compiled stands in <out>/<model>-<target>.jsonl; a run that was killed goes on from there.
 Expected: Kendall's tau at least 0.8 for time, at least 0.9 for memory; nothing wrongly rejected.
 
 Up to half of the sample is drawn by Space.sample, a quarter by random walks of up to four decisions
@@ -32,7 +32,6 @@ from rich.console import Console
 from rich.table import Table
 
 from autoshard import Budget
-from autoshard.api import cost_model
 from autoshard.compat.compilers import compiler_version
 from autoshard.compat.noise import start_jax
 from autoshard.driver.compiling import Compiling
@@ -41,6 +40,7 @@ from autoshard.driver.promoting import promoted
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal, opened
 from autoshard.layout import Candidate
+from autoshard.pricing import cost_model
 from autoshard.rungs.propagate import Propagator
 from autoshard.space import Space
 from autoshard.subjects import make_subject, trace_all

@@ -3,7 +3,8 @@
 Question: CPU seconds until the best layout found is within 2 % of the predicted cost that ten
   times the budget finds, for 8 to 1024 devices and 4 to 96 unrolled layers.
 Command: python -m experiments.search_growth --part=devices     (and --part=layers, --plot)
-Cost: about 15 minutes for each part on one core; no device, no compiler but this one's Shardy.
+Cost: about 12 minutes on one core for the devices, an hour and more for the layers;
+  no device, no compiler but this one's Shardy.
 Expected: slower than linear in devices, no faster than linear in layers.
 
 Rung 1 alone, for a model of the Llama class with unrolled layers, narrow enough that layouts of few
@@ -21,8 +22,8 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from autoshard.api import cost_model
 from autoshard.layout import Candidate
+from autoshard.pricing import cost_model
 from autoshard.program import trace
 from autoshard.rungs.propagate import Propagator
 from autoshard.strategy import Beam, Seen, baselines

@@ -114,3 +114,24 @@ def test_a_fit_tells_the_two_parts_apart() -> None:
 def test_nothing_seen_corrects_nothing() -> None:
     assert fit_correction([]) == Correction()
     assert fit_correction([(1.0, 1.0, 0.0)]) == Correction()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate"),
+    [
+        ("", CONSTANTS.element_flops_per_s),
+        ("bf16", 4e14),
+        ("f32", CONSTANTS.contract_flops_per_s),
+        ("f8E4M3FN", 8e14),
+        ("f8e5m2", 8e14),
+        ("f4E2M1FN", 16e14),
+        ("i8", 6e14),
+        ("ui8", 6e14),
+        ("s8", 6e14),
+        ("u8", 6e14),
+    ],
+)
+def test_a_rate_is_found_under_the_words_of_both_dialects(dtype: str, rate: float) -> None:
+    by_dtype = (("bf16", 4e14), ("f4", 16e14), ("f8", 8e14), ("s8", 6e14))
+    model = CostModel(dataclasses.replace(CONSTANTS, contract_by_dtype=by_dtype))
+    assert model.rate(dtype) == rate

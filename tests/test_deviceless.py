@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.cost import CostModel, catalogued
+from autoshard.cost import CostModel
 from autoshard.network import Network
+from autoshard.pricing import catalogued
 from autoshard.rungs.propagate import Propagator
 from autoshard.space import mesh_shapes
 from autoshard.strategy import baselines
@@ -123,7 +124,7 @@ def test_what_fits_nowhere_is_told_with_what_would_help(platform: str, name: str
 
 
 @pytest.mark.parametrize(("platform", "name"), SMALL)
-def test_a_hang_and_a_crash_of_the_compiler_cost_one_candidate(platform: str, name: str) -> None:
+def test_compiles_over_their_time_limit_are_killed_and_told(platform: str, name: str) -> None:
     needs(platform)
     budget = dataclasses.replace(BUDGET, compiles=2, compile_seconds=0.01)
     with pytest.raises(autoshard.NoPlanError, match="timeout"):

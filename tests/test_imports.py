@@ -15,7 +15,7 @@ LAYERS = (
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "kernels", "buffers", "trips"}
     | {"analysis", "specs", "written", "space", "lowering"}
-    | {"cost", "calibrate", "network"},
+    | {"cost", "calibrate", "network", "pricing"},
     {"rungs", "strategy", "promote"},
     {"driver"},
     {"subjects", "plan", "plan_file", "validity", "evaluation", "report", "no_plan"},

@@ -9,13 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from autoshard.hlo.groups import (
-    MeshShape,
     axes_of_groups,
     axes_of_pairs,
     parse_groups,
     parse_pairs,
 )
 from autoshard.hlo.records import Computation, HloError, HloModule, Instruction
+from autoshard.layout import MeshShape
 from autoshard.trial import Collective
 
 KINDS = {

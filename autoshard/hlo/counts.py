@@ -7,9 +7,9 @@ count once and a conditional counts as its largest branch; both are named in `as
 import dataclasses
 from collections import Counter
 
-from autoshard.hlo.groups import MeshShape
 from autoshard.hlo.records import HloModule
 from autoshard.hlo.steps import Branch, Call, Launch, Loop, Steps
+from autoshard.layout import MeshShape
 from autoshard.trial import Collective
 
 

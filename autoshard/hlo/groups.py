@@ -19,12 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.hlo.records import HloError
+from autoshard.layout import MeshShape
 
 Groups = tuple[tuple[int, ...], ...]
 """Groups of device numbers, each in the order XLA gives it."""
-
-MeshShape = tuple[tuple[str, int], ...]
-"""(mesh axis, size) pairs, major to minor over the device order."""
 
 _Devices = npt.NDArray[np.int64]
 

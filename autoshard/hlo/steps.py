@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from autoshard.hlo.collectives import collective, continues_another, is_collective
 from autoshard.hlo.custom_calls import call_cost
 from autoshard.hlo.flops import ELEMENTWISE, TRANSCENDENTAL, matmul_flops, plain_flops
-from autoshard.hlo.groups import MeshShape
 from autoshard.hlo.records import Computation, HloModule, Instruction
 from autoshard.hlo.traffic import FREE, FREE_CALLS, HOST, Traffic
 from autoshard.hlo.trips import trip_count
 from autoshard.hlo.work import Work
+from autoshard.layout import MeshShape
 from autoshard.trial import Collective
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(-?\d+)')

@@ -10,10 +10,10 @@ What is not modelled stands in docs/time_model.md.
 import dataclasses
 from typing import Protocol
 
-from autoshard.hlo.groups import MeshShape
 from autoshard.hlo.records import HloModule
 from autoshard.hlo.steps import ANY, Branch, Call, Launch, Loop, Step, Steps, Wait
 from autoshard.hlo.work import Work as Work
+from autoshard.layout import MeshShape
 from autoshard.trial import Collective
 
 

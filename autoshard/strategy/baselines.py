@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from autoshard.layout import Candidate, Layout
-from autoshard.space import MeshShape, Space, factorizations
+from autoshard.layout import Candidate, Layout, MeshShape
+from autoshard.space import Space, factorizations
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

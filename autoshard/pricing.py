@@ -1,0 +1,41 @@
+"""The model of time of a target: calibrated where it is here, else from the catalogue."""
+
+import os
+
+from autoshard.calibrate import calibrated
+from autoshard.cost import Constants, CostModel
+from autoshard.network import Network
+from autoshard.target import Target
+from autoshard.topology import Topology
+
+
+def cost_model(target: Target, calibration: str | os.PathLike[str] | None = None) -> CostModel:
+    """What kernels and collectives cost on a target.
+
+    Args:
+      calibration: folder that keeps calibrations of live targets; default in the user's cache.
+    """
+    if target.topology is not None:
+        return CostModel(catalogued(target.topology), network=Network(target.topology))
+    return CostModel(calibrated(target, calibration))
+
+
+def catalogued(topology: Topology) -> Constants:
+    """The constants of hardware that is not here, from its catalogue entry."""
+    chip = topology.chip
+    by_dtype = tuple(sorted((dtype, figure.value) for dtype, figure in chip.flops.items()))
+    return Constants(
+        device=chip.device_kind,
+        device_count=topology.device_count,
+        contract_flops_per_s=dict(by_dtype).get("f32", by_dtype[0][1]),
+        contract_by_dtype=by_dtype,
+        element_flops_per_s=chip.element_flops.value,
+        bandwidth_bytes_per_s=chip.memory_bandwidth.value,
+        launch_s=chip.launch_s.value,
+        shared=False,
+        forms_reduce_scatter=True,
+        links=(),
+        date="",
+        clock_hz=chip.clock_hz.value if chip.clock_hz else 0.0,
+        source=f"{topology.name} {chip.digest}",
+    )
