@@ -143,6 +143,20 @@ def _grid(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     return (point[::-1] for point in itertools.product(*map(range, shape[::-1])))
 
 
+def over_slices(slices: int, sizes: Sequence[int]) -> list[int]:
+    """How many slices each mesh axis runs over: the first axes take what divides them.
+
+    >>> over_slices(4, (2, 6, 8))
+    [2, 2, 1]
+    """
+    found = []
+    for size in sizes:
+        part = math.gcd(slices, size)
+        found.append(part)
+        slices //= part
+    return found
+
+
 def parse_topology(name: str, chips: Mapping[str, Chip]) -> Topology:
     """Reads a target's name.
 

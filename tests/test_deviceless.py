@@ -32,6 +32,7 @@ def needs(platform: str) -> None:
 
 SMALL = [
     pytest.param("tpu", "v5e:2x4", marks=pytest.mark.deviceless),
+    pytest.param("tpu", "v5e:2x2*2", marks=pytest.mark.deviceless),
     pytest.param("cuda", "h100:1x8", marks=pytest.mark.deviceless),
 ]
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from autoshard.errors import TargetError
-from autoshard.topology import Position
+from autoshard.topology import Position, over_slices
 
 _KINDS = {"TPU v5": "TPU v5p", "TPU v5e": "TPU v5 lite", "TPU v6e": "TPU v6 lite"}
 
@@ -67,14 +67,14 @@ def device_order(
         for i, p in enumerate(positions)
     ]
     slices = len({p.slice for p in positions})
-    over_slices = _factors(slices, sizes)
-    inner = [n // s for n, s in zip(sizes, over_slices, strict=True)]
+    parts = over_slices(slices, sizes)
+    inner = [n // s for n, s in zip(sizes, parts, strict=True)]
     blocks = [
         _torus([d for d in devices if d.slice_index == s], inner)
         for s in sorted({p.slice for p in positions})
     ]
     # (slices..., inner...) -> each mesh axis is its part over slices, then its part inside.
-    grid = np.array(blocks).reshape(*over_slices, *inner)
+    grid = np.array(blocks).reshape(*parts, *inner)
     n = len(sizes)
     grid = grid.transpose([k for axis in range(n) for k in (axis, n + axis)])
     return tuple(int(i) for i in grid.reshape(-1))
@@ -89,13 +89,3 @@ def _torus(devices: Sequence[_Device], sizes: Sequence[int]) -> np.ndarray:
     except (ValueError, NotImplementedError, AssertionError):
         found = np.array(devices, dtype=object).reshape(sizes)  # a shape it has no way for
     return np.array([d.id for d in found.flat]).reshape(sizes)
-
-
-def _factors(slices: int, sizes: Sequence[int]) -> list[int]:
-    """How many slices each mesh axis runs over; the first axes take what divides them."""
-    found = []
-    for size in sizes:
-        part = math.gcd(slices, size)
-        found.append(part)
-        slices //= part
-    return found

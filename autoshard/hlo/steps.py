@@ -5,7 +5,6 @@ decided here, once, for both.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ from autoshard.hlo.collectives import collective, continues_another, is_collecti
 from autoshard.hlo.custom_calls import call_cost
 from autoshard.hlo.flops import ELEMENTWISE, TRANSCENDENTAL, matmul_flops, plain_flops
 from autoshard.hlo.records import Computation, HloModule, Instruction
+from autoshard.hlo.slices import crossing, mesh_of_slice, rendezvous
 from autoshard.hlo.traffic import FREE, FREE_CALLS, HOST, Traffic
 from autoshard.hlo.trips import trip_count
 from autoshard.hlo.work import Work
@@ -135,9 +135,9 @@ class Steps:
     """The steps of each computation of a module, read once."""
 
     def __init__(self, module: HloModule, mesh: MeshShape) -> None:
-        expect_mesh(module, mesh)
         self._module = module
-        self._mesh = mesh
+        self._whole = mesh
+        self._mesh, self._outer = mesh_of_slice(module, mesh)
         self._traffic = Traffic(module)
         self._steps: dict[str, tuple[Step, ...]] = {}
         self._fused: dict[str, _Inside] = {}
@@ -155,7 +155,9 @@ class Steps:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in FREE or opcode.endswith("-update"):
             return
-        if opcode.endswith("-done"):
+        if opcode in ("send", "recv", "send-done", "recv-done"):
+            yield from self._transfer(instruction, computation)
+        elif opcode.endswith("-done"):
             yield Wait(key=_started(instruction, computation))
         elif opcode == "while":
             trips = trip_count(self._module, computation, instruction)
@@ -182,6 +184,32 @@ class Steps:
                 yield Call(called=names, assumptions=(said,) if thread else ())
         elif not (opcode == "custom-call" and instruction.custom_call_target in FREE_CALLS):
             yield from self._launch(instruction, computation)
+
+    def _transfer(self, instruction: Instruction, computation: Computation) -> Iterator[Step]:
+        """What goes through the host: a collective between slices, or a copy."""
+        opcode = instruction.opcode
+        begun = computation.find(instruction.operands[0]) if "-done" in opcode else instruction
+        name = rendezvous(begun)
+        if name is None:
+            if "-done" in opcode:
+                yield Wait(key=ANY)
+            else:
+                yield from self._launch(instruction, computation)
+        elif opcode == "send":
+            one = crossing(instruction, computation, self._whole, self._outer)
+            work = Work(
+                opcode=opcode,
+                name=name,
+                matmul_flops=(),
+                element_flops=0.0,
+                transcendentals=0.0,
+                bytes=float(one.bytes),
+                cycles=None,
+                declared=False,
+            )
+            yield Launch(work=work, exchanges=(Exchange(collective=one, key=name),))
+        elif opcode == "recv-done":
+            yield Wait(key=name)
 
     def _launch(self, instruction: Instruction, computation: Computation) -> Iterator[Step]:
         opcode = instruction.opcode.removesuffix("-start")
@@ -333,16 +361,6 @@ class Steps:
                 f"{cost.remote_bytes:.0f} bytes to other devices by itself, which are not priced"
             )
             inside.assumptions[said] = None
-
-
-def expect_mesh(module: HloModule, mesh: MeshShape) -> None:
-    """Raises ValueError where the mesh has another number of devices than the module."""
-    devices = math.prod(size for _, size in mesh)
-    if devices != module.device_count:
-        raise ValueError(
-            f"expected the mesh that {module.name} was compiled for, with {module.device_count} "
-            f"devices; got {mesh} with {devices}"
-        )
 
 
 def _started(done: Instruction, computation: Computation) -> str:
