@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import datetime
+import functools
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -86,7 +87,8 @@ def search(
         programs, notes = trace_all(model_fn, knobs, keep_constraints)
         if target.is_here and budget.profiles:
             check_samples(programs, seed)
-        subjects = [make_subject(p, target, mesh_shape, fix) for p in programs]
+        as_subject = functools.partial(make_subject, target=target, mesh_shape=mesh_shape, fix=fix)
+        subjects = [as_subject(p) for p in programs]
         cost = cost_model(target, calibration)
         folder = log.path.parent if log.path is not None else None
         found = run_search(
@@ -103,7 +105,7 @@ def search(
             folder=pathlib.Path(folder).absolute() if folder is not None else None,
         )
     if not found.ranking:
-        raise NoPlanError(why_no_plan(found, subjects, target, cost.constants, limit))
+        raise NoPlanError(why_no_plan(found, subjects, target, cost, limit, model_fn, as_subject))
     return _plan(found, subjects, target, limit, tuple(notes), cost.constants.digest)
 
 

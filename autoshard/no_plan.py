@@ -1,12 +1,15 @@
 """Why no plan can be returned, and what would help, in words."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from autoshard.cost import Constants, CostModel
+from autoshard.cost import CostModel
 from autoshard.driver import Found, Subject
+from autoshard.knob_advice import Nearest, knob_advice
+from autoshard.program import Program
 from autoshard.report.words import mebibytes, mesh_in_words, rules_in_words
 from autoshard.rungs.propagate import Propagator
+from autoshard.subjects import KnobValue, ModelFn
 from autoshard.target import Target
 from autoshard.trial import Estimate, Failure, Kind, Stage, Trial
 
@@ -15,10 +18,17 @@ def why_no_plan(
     found: Found,
     subjects: Sequence[Subject],
     target: Target,
-    constants: Constants,
+    cost: CostModel,
     limit_bytes: int,
+    model_fn: ModelFn,
+    make_subject: Callable[[Program], Subject],
 ) -> str:
-    """The message of the error: how far the closest candidate is, what would make it fit."""
+    """The message of the error: how far the closest candidate is, what would make it fit.
+
+    Args:
+      limit_bytes: what a device may use, headroom taken off.
+      make_subject: how the search made its subjects, for programs of other knob values.
+    """
     if not found.trials and found.ended == "interrupted":
         return "interrupted before a layout was judged"
     if not found.trials:
@@ -53,20 +63,26 @@ def why_no_plan(
         "It would fit with:",
     ]
     subject = subjects[found.subject[index]]
-    program = subject.analysis.program
     if limit_bytes > state:
         lines.append(
             f"  - a batch of about {(limit_bytes - state) / (peak - state):.2f} of this one"
             " (if what is not state grows with it),"
         )
-    lines.append(f"  - {_more_devices(subject, trial, peak, limit_bytes, target, constants)},")
+    lines.append(f"  - {_more_devices(subject, trial, peak, limit_bytes, target, cost)},")
     lines.append(f"  - memory_bytes of at least {_ceil(peak, limit_bytes, target)},")
-    if len(subjects) == 1 and not program.knobs:
-        lines.append(
-            "  - or a knob that saves memory (remat, gradient accumulation): none was given."
-        )
-    else:
-        lines.append("  - or other knob values than those tried.")
+    here = trial.propagated
+    nearest = Nearest(
+        program=subject.analysis.program,
+        layout=layout,
+        scale=peak / here.peak_memory_bytes if isinstance(here, Estimate) else 1.0,
+    )
+    peaks: dict[tuple[tuple[str, KnobValue], ...], int] = {}
+    for other, _, needed in judged:
+        values = other.candidate.knobs
+        peaks[values] = min(needed, peaks.get(values, needed))
+    advice = knob_advice(model_fn, nearest, peaks, make_subject, cost, limit_bytes)
+    lines += [f"  - {line}," for line in advice[:-1]]
+    lines.append(f"  - or {advice[-1]}.")
     return "\n".join(lines)
 
 
@@ -96,12 +112,12 @@ def _more_devices(
     peak: int,
     limit_bytes: int,
     target: Target,
-    constants: Constants,
+    cost: CostModel,
 ) -> str:
     """How many devices would do: the same rules on more of them, as rung 1 judges them."""
     layout, here = trial.candidate.layout, trial.propagated
     if isinstance(here, Estimate) and not layout.as_written and here.peak_memory_bytes:
-        propagator, cost = Propagator(subject.analysis), CostModel(constants)
+        propagator = Propagator(subject.analysis)
         scale = peak / here.peak_memory_bytes  # how far rung 1 is off
         for factor in (2, 4, 8, 16, 32):
             for i, (name, size) in enumerate(layout.mesh):

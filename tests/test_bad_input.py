@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import re
 import traceback
 
 import jax
@@ -176,12 +177,44 @@ def test_a_model_that_fits_no_layout_is_told_how_far_it_is_and_what_helps(quick)
     assert "no layout fits 28 KiB a device on 8 fake cpu devices (memory_bytes" in text
     assert "too much (state" in text and "mesh " in text
     assert "a batch of about 0." in text and "devices instead of 8" in text
-    assert "a knob that saves memory" in text
+    assert "not searched, if they save memory: ['rate=0.1'," in text
     needed = int(text.split("memory_bytes of at least ")[1].split(",")[0])
     plan = quick(memory_bytes=needed, budget=SMALL)
     assert plan.trial.compiled.peak_memory_bytes <= 0.95 * needed + 1
     closest = text.split("closest needs ")[1].split(",")[0]
     assert closest.endswith("KiB") and abs(float(closest.split()[0]) - 0.95 * needed / 1024) < 1
+
+
+def in_parts(parts: int, width: int = 16) -> autoshard.Workload:
+    """Its activations are nearly all its memory, and those of one part of the batch at a time."""
+
+    def step(w, x):
+        def part(total, rows):
+            def loss(w):
+                return jnp.sum(jnp.tanh(rows @ w) ** 2)
+
+            return total + jax.grad(loss)(w), None
+
+        total, _ = jax.lax.scan(part, jnp.zeros_like(w), x.reshape(parts, -1, width))
+        return w - 1e-3 * total, {"loss": jnp.sum(total)}
+
+    return autoshard.Workload(
+        step=step,
+        init=lambda: jnp.ones((width, 8 * width)),
+        batch=jax.ShapeDtypeStruct((2**14, width), jnp.float32),
+    )
+
+
+def test_what_fits_nowhere_is_told_which_knob_value_would_do(quick):
+    with pytest.raises(NoPlanError) as caught:
+        quick(in_parts, knobs={"parts": (1, 2)}, memory_bytes=800_000, budget=SMALL)
+    text = str(caught.value)
+    assert "smallest peaks are: parts=2" in text
+    assert "not searched, if they save memory: ['width=16']" in text
+    (value,) = {int(x) for x in re.findall(r"parts=(\d+): by rung 1 about", text)}
+    assert value > 2
+    plan = quick(in_parts, knobs={"parts": (value,)}, memory_bytes=800_000, budget=SMALL)
+    assert plan.knobs == {"parts": value}
 
 
 def test_only_what_fits_is_planned(quick, searched):

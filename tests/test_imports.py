@@ -18,7 +18,7 @@ LAYERS = (
     | {"cost", "calibrate", "network", "pricing"},
     {"rungs", "strategy", "promote"},
     {"driver"},
-    {"subjects", "plan", "plan_file", "validity", "evaluation", "report", "no_plan"},
+    {"subjects", "plan", "plan_file", "validity", "evaluation", "report", "no_plan", "knob_advice"},
     {"api"},
 )
 """A part imports parts of its own layer or of earlier ones."""

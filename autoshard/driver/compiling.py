@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from autoshard.compat.compilers import compiler_version
 from autoshard.compat.executable import compile_module
@@ -15,6 +16,14 @@ from autoshard.rungs.compile import estimate_of
 from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
 from autoshard.rungs.failures import failure_of
 from autoshard.trial import Estimate, Failure, Kind, Stage
+
+
+class _Asked(NamedTuple):
+    """A row that a worker compiles."""
+
+    row: Row
+    key: str
+    module: Module
 
 
 class Compiling:
@@ -28,6 +37,7 @@ class Compiling:
         self.count = 0
         self._ledger = ledger
         self._executor = executor
+        self._waiting: dict[concurrent.futures.Future[CompileResult | Failure], _Asked] = {}
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -46,13 +56,17 @@ class Compiling:
             self._executor = None
 
     def compile(self, indices: list[int], share: float) -> None:
-        """Compiles rows; those in the journal are not compiled again.
+        """`begin`, then `finish`."""
+        self.begin(indices, share)
+        self.finish()
+
+    def begin(self, indices: list[int], share: float) -> None:
+        """Hands rows to the workers and does not wait; those in the journal are not compiled again.
 
         Args:
           share: part of the budget's seconds after which no further row is begun, except the first.
         """
         ledger, total = self._ledger, self._ledger.budget.compiles
-        waiting: dict[concurrent.futures.Future[CompileResult | Failure], tuple[Row, str]] = {}
         for i in indices:
             if self.count and ledger.late(share):
                 break
@@ -66,7 +80,7 @@ class Compiling:
             if self._executor is None and ledger.journal.attempts(key) > 1:
                 self._record(row, key, _crashed())
                 continue
-            ledger.tell(Stage.COMPILE, self.count - len(waiting), total, "lowering")
+            ledger.tell(Stage.COMPILE, self.count - len(self._waiting), total, "lowering")
             module = ledger.module_of(row)
             if isinstance(module, Failure):
                 self._record(row, key, module)
@@ -82,21 +96,25 @@ class Compiling:
                 ledger.budget.compile_seconds,
             )
             try:
-                waiting[self._executor.submit(compile_in_process, request)] = (row, key)
+                future = self._executor.submit(compile_in_process, request)
             except RuntimeError as error:  # the user's executor is broken or shut down
                 row.compiled = failure_of(error, Stage.COMPILE, 0.0)
-        for done, future in enumerate(concurrent.futures.as_completed(waiting), 1):
-            row, key = waiting[future]
-            module = ledger.module_of(row)
-            assert isinstance(module, Module)
+            else:
+                self._waiting[future] = _Asked(row, key, module)
+
+    def finish(self) -> None:
+        """Waits for what was begun, and records it."""
+        ledger, total = self._ledger, self._ledger.budget.compiles
+        for future in concurrent.futures.as_completed(tuple(self._waiting)):
+            asked = self._waiting.pop(future)
             try:
                 result = future.result()
             except Exception as error:  # the executor lost its worker: that says nothing of the row
-                row.compiled = failure_of(error, Stage.COMPILE, 0.0)
+                asked.row.compiled = failure_of(error, Stage.COMPILE, 0.0)
             else:
-                self._record(row, key, self._priced(row, module, result))
+                self._record(asked.row, asked.key, self._priced(asked.row, asked.module, result))
             ledger.tell(
-                Stage.COMPILE, self.count - len(waiting) + done, total, "compiling candidates"
+                Stage.COMPILE, self.count - len(self._waiting), total, "compiling candidates"
             )
 
     def key(self, row: Row) -> str:

@@ -1,5 +1,7 @@
 """Rung 1 of a search: the baselines, then what the strategies ask for, each judged and recorded."""
 
+from collections.abc import Callable
+
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.layout import Candidate
 from autoshard.rungs.propagate import Propagator
@@ -8,14 +10,20 @@ from autoshard.strategy import Beam, Exhaustive, Seen, Strategy, baselines
 from autoshard.trial import Estimate, Failure, Kind, Stage
 
 
-def propagate_all(ledger: Ledger, strategy: Strategy | None, share: float) -> None:
+def propagate_all(
+    ledger: Ledger,
+    strategy: Strategy | None,
+    share: float,
+    after_baselines: Callable[[], None] = lambda: None,
+) -> None:
     """Judges candidates until the strategies or the budget end.
 
     Args:
       strategy: for every subject; default exhaustive where the space is small, else beam.
       share: part of the budget's seconds that rung 1 may take.
+      after_baselines: called when the baselines are judged and nothing else is.
     """
-    _Propagation(ledger, strategy).run(share)
+    _Propagation(ledger, strategy).run(share, after_baselines)
 
 
 class _Propagation:
@@ -33,12 +41,13 @@ class _Propagation:
             return Exhaustive()
         return Beam(self._ledger.limit_bytes)
 
-    def run(self, share: float) -> None:
+    def run(self, share: float, after_baselines: Callable[[], None]) -> None:
         ledger, limit = self._ledger, self._ledger.budget.candidates
         ledger.tell(Stage.PROPAGATE, 0, limit, "judging the baselines")
         for i, subject in enumerate(ledger.subjects):
             for baseline in baselines(subject.space):
                 self._judge(i, baseline.candidate, baseline.name)
+        after_baselines()
         live = list(range(len(ledger.subjects)))
         while live and len(ledger.rows) < limit:
             # The subject that is furthest behind goes next, so that knobs share the budget.

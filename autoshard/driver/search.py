@@ -119,14 +119,22 @@ def _climb(
 ) -> None:
     """The rungs in two waves: the first teaches the model of rung 1, the second profits."""
     budget = ledger.budget
+    first: list[int] = []
+    share = FIRST_WAVE_SHARE if budget.profiles else 1.0
+
+    def begin_baselines() -> None:
+        # Rung 1 needs one core: the workers have the others until it is done.
+        first.extend(baseline_rows(ledger)[: budget.compiles])
+        compiling.begin(first, share)
+
     with ledger.timed("propagate"):
-        propagate_all(ledger, strategy, RUNG1_SHARE)
+        propagate_all(ledger, strategy, RUNG1_SHARE, begin_baselines)
     with ledger.timed("compile"):
-        first = baseline_rows(ledger)[: budget.compiles]
         most = min(budget.compiles, budget.profiles) if budget.profiles else budget.compiles
         room = max(0, most - len(first))
-        first += promoted(ledger, room - room // 2, first)
-        compiling.compile(first, FIRST_WAVE_SHARE if budget.profiles else 1.0)
+        more = promoted(ledger, room - room // 2, first)
+        compiling.compile(more, share)
+        first += more
     if budget.profiles == 0:
         learn(ledger)
         with ledger.timed("compile"):

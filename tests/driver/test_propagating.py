@@ -1,7 +1,10 @@
 """Rung 1 of a search: strategies share the budget, and a user's own may ask for anything."""
 
+import concurrent.futures
 import dataclasses
 from collections import Counter
+
+import jax
 
 import autoshard
 from autoshard.layout import Candidate, Layout
@@ -73,3 +76,31 @@ def test_the_baselines_come_first_and_more_are_told_of_as_they_come(quick):
     assert names == sorted(names, reverse=True)
     assert told[0].text == "judging the baselines" and told[0].total == 20
     assert [e.done for e in told if e.text == "propagating layouts"] == [10, 20]
+
+
+def test_the_baselines_are_being_compiled_while_rung_1_goes_on(calibration):
+    begun = []
+
+    class Watching(concurrent.futures.ThreadPoolExecutor):
+        def submit(self, function, *args, **kwargs):
+            begun.append(function)
+            return super().submit(function, *args, **kwargs)
+
+    class Noting(RandomSearch):
+        def ask(self, space, seed, history):
+            seen.append(len(begun))
+            return super().ask(space, seed, history)
+
+    seen = []
+    with Watching(1) as executor:
+        plan = autoshard.search(
+            mlp,
+            jax.devices(),
+            budget=dataclasses.replace(BUDGET, compiles=2),
+            calibration=calibration,
+            executor=executor,
+            strategy=Noting(batch=4),
+        )
+    assert seen[0] == 2, "both compilations were begun before the strategy was asked"
+    compiled = [t for t in plan.evidence.trials if t.compiled is not None]
+    assert len(compiled) == 2 and all(isinstance(t.compiled, Estimate) for t in compiled)
