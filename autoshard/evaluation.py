@@ -50,6 +50,7 @@ class Evaluation:
             compute=rules({a: compute[b] for a, b in names.items() if b in compute}),
             storage=rules({a: storage[b] for a, b in names.items() if b in storage}),
             occurrences=layout.occurrences,
+            small_whole=layout.small_whole,
         )
         specs = resolve(program, analysis.axes, analysis.sites.sites, usable)
         mesh = plan.mesh

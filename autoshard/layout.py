@@ -33,6 +33,9 @@ class Layout:
       storage: rules for storage sites (state, gradients, optimizer arithmetic).
       occurrences: for a tensor group that holds a logical axis twice, which occurrence is
         sharded: (group name, 0 or 1); groups left out shard occurrence 0.
+      small_whole: the smallest arrays of the state, at most a hundredth of it in all
+        (`specs.small_elements`), take compute rules at rest too: where only storage rules would
+        divide them they stay whole, and need no gathering.
       as_written: keep the user's own sharding constraints and add none; the rules are then empty.
     """
 
@@ -40,6 +43,7 @@ class Layout:
     compute: Rules = ()
     storage: Rules = ()
     occurrences: tuple[tuple[str, int], ...] = ()
+    small_whole: bool = False
     as_written: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +97,7 @@ class Layout:
             compute=rules(compute),
             storage=rules(storage),
             occurrences=tuple(sorted((g, o) for g, o in self.occurrences if o)),
+            small_whole=self.small_whole and rules(storage) != rules(compute),
             as_written=self.as_written,
         )
 
@@ -124,6 +129,7 @@ class Layout:
             "compute": {axis: list(to) for axis, to in self.compute},
             "storage": {axis: list(to) for axis, to in self.storage},
             "occurrences": dict(self.occurrences),
+            **({"small_whole": True} if self.small_whole else {}),
             "as_written": self.as_written,
         }
 
@@ -142,6 +148,7 @@ class Layout:
                 compute=rules(data["compute"]),
                 storage=rules(data["storage"]),
                 occurrences=tuple(sorted((str(g), int(o)) for g, o in data["occurrences"].items())),
+                small_whole=bool(data.get("small_whole", False)),
                 as_written=bool(data["as_written"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -11,7 +11,7 @@ from autoshard.errors import LayoutError
 from autoshard.layout import Candidate, Layout, MeshShape, Spec, rules
 from autoshard.program import Leaf, Program
 from autoshard.sites import Site
-from autoshard.specs import Specs, resolve
+from autoshard.specs import Specs, resolve, small_leaves
 from autoshard.written import Written
 
 Knobs = tuple[tuple[str, str | int | float | bool | None], ...]
@@ -66,6 +66,15 @@ class Space:
     pinned: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fixed_leaves: tuple[tuple[int, Spec], ...] = ()
     written: Written | None = None
+    # The logical axes of each array that `Layout.small_whole` speaks of.
+    _small: tuple[frozenset[str], ...] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        small = small_leaves(self.program, self.axes)
+        fixed = {i for i, _ in self.fixed_leaves}
+        held = [self.axes.inputs[i] for i in small if i not in fixed]
+        found = {frozenset(a for dim in dims for a, _ in dim if a is not None) for dims in held}
+        object.__setattr__(self, "_small", tuple(found))
 
     @property
     def knobs(self) -> Knobs:
@@ -101,11 +110,19 @@ class Space:
         fixed = {m for _, to in self.pinned for m in to}
         fixed |= {m for _, spec in self.fixed_leaves for dim in spec for m in dim}
         fixed |= self._taken_in_part(layout)
+        if layout.small_whole and not self._differs(layout):
+            layout = dataclasses.replace(layout, small_whole=False)
         found = layout.canonical(frozenset(fixed))
         only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
         if only is None or layout.as_written:
             return found
         return found.spread_over(only) or found
+
+    def _differs(self, layout: Layout) -> bool:
+        """Whether some small array has other rules at rest than in use."""
+        compute, storage = dict(layout.compute), dict(layout.storage)
+        other = {a for a in {*compute, *storage} if compute.get(a) != storage.get(a)}
+        return any(held & other for held in self._small)
 
     def _taken_in_part(self, layout: Layout) -> set[str]:
         """Mesh axes of rules that divide some dimension only by a prefix: 6 by x=2 of x=2, y=4."""
@@ -130,6 +147,7 @@ class Space:
         compute: Mapping[str, tuple[str, ...]],
         storage: Mapping[str, tuple[str, ...]],
         occurrences: Mapping[str, int] | None = None,
+        small_whole: bool = False,
     ) -> Layout:
         """A canonical layout with the pinned rules put in."""
         names = {name for name, _ in mesh}
@@ -141,6 +159,7 @@ class Space:
                 compute=rules({**compute, **pinned}),
                 storage=rules({**storage, **{a: to for a, to in pinned.items() if a not in data}}),
                 occurrences=tuple(sorted((occurrences or {}).items())),
+                small_whole=small_whole,
             )
         )
 
@@ -218,7 +237,7 @@ class Space:
                 n = len(self.options(axis, mesh))
                 one *= n if axis.is_data else n * n
             total += one
-        return total
+        return 2 * total if self._small else total
 
     def enumerate(self) -> Iterator[Candidate]:
         """Every candidate of the space, each once."""
@@ -231,16 +250,16 @@ class Space:
                 for opts in [self.options(a, mesh)]
             ]
             for picked in itertools.product(*choices):
-                layout = self.layout(
-                    mesh,
-                    {a.name: c for a, (c, _) in zip(axes, picked, strict=True)},
-                    {a.name: s for a, (_, s) in zip(axes, picked, strict=True) if not a.is_data},
-                )
-                if layout not in seen:
-                    seen.add(layout)
-                    candidate = self.candidate(layout)
-                    if self.contains(candidate) is None:
-                        yield candidate
+                compute = {a.name: c for a, (c, _) in zip(axes, picked, strict=True)}
+                pairs = zip(axes, picked, strict=True)
+                storage = {a.name: s for a, (_, s) in pairs if not a.is_data}
+                for small_whole in (False, True):
+                    layout = self.layout(mesh, compute, storage, small_whole=small_whole)
+                    if layout not in seen:
+                        seen.add(layout)
+                        candidate = self.candidate(layout)
+                        if self.contains(candidate) is None:
+                            yield candidate
 
     def sample(self, rng: random.Random, tries: int = 100) -> Candidate | None:
         """A random candidate, None if none of `tries` draws belongs to the space."""
@@ -254,7 +273,8 @@ class Space:
                 compute[axis.name] = to
                 if not axis.is_data:
                     storage[axis.name] = to if rng.random() < 0.6 else rng.choice(options)
-            candidate = self.candidate(self.layout(mesh, compute, storage))
+            layout = self.layout(mesh, compute, storage, small_whole=rng.random() < 0.5)
+            candidate = self.candidate(layout)
             if self.contains(candidate) is None:
                 return candidate
         return None
@@ -275,12 +295,16 @@ class Space:
                 yield self.candidate(near)
         for layout in (candidate.layout, *self._divided(candidate.layout)):
             for near in self._changed(layout):
-                near = self.canonical(near)
+                near = self.canonical(
+                    dataclasses.replace(near, small_whole=near.small_whole ^ layout.small_whole)
+                )
                 if near not in seen:
                     seen.add(near)
                     yield self.candidate(near)
 
     def _changed(self, layout: Layout) -> Iterator[Layout]:
+        """Layouts one decision away; `small_whole` of those says whether it was changed."""
+        yield dataclasses.replace(layout, small_whole=True)
         compute, storage = dict(layout.compute), dict(layout.storage)
         occurrences = dict(layout.occurrences)
         for axis in self.shardable():

@@ -24,4 +24,5 @@ def layouts(
         compute=rules(draw(table)),
         storage=rules(draw(table)),
         occurrences=tuple(draw(twice).items()),
+        small_whole=draw(st.booleans()),
     )

@@ -80,6 +80,7 @@ def test_the_order_of_tables_changes_nothing(layout: Layout) -> None:
         compute=layout.compute[::-1],
         storage=layout.storage[::-1],
         occurrences=layout.occurrences[::-1],
+        small_whole=layout.small_whole,
     )
     assert shuffled.canonical() == layout.canonical()
 

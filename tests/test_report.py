@@ -238,3 +238,19 @@ def test_the_state_of_the_numerics_check(searched, kind, words):
     plan = planned(searched, [trial("FSDP", compiled=estimate(), profiled=checked)])
     assert words in numerics(plan)
     assert "compute 1.0 ms, communication 2.0 ms, idle 3.0 ms" in describe(plan)
+
+
+def test_what_rung_1_rejects_is_not_counted_as_compiled(searched) -> None:
+    rejected = trial(
+        "replicated", compiled=Failure(stage=Stage.PROPAGATE, kind=Kind.OOM, message="")
+    )
+    refused = trial("FSDP", compiled=Failure(stage=Stage.COMPILE, kind=Kind.OOM, message=""))
+    before, after = (
+        int(
+            describe(planned(searched, [trial("", compiled=estimate()), *more]))
+            .split(" compiled")[0]
+            .split()[-1]
+        )
+        for more in ([], [rejected, refused])
+    )
+    assert after == before + 1

@@ -2,15 +2,19 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from autoshard.layout import Layout, rules
-from autoshard.specs import Specs, resolve
-from tests.analysed import subject
+from autoshard.specs import Specs, resolve, small_elements
+from autoshard.strategy import baselines
+from autoshard.workload import Workload
+from tests.analysed import analyse, baseline, judge, run, run_plain, subject, worst_error
 from tests.layouts import layouts
-from tests.programs import EMBED, MLP
+from tests.programs import EMBED, MLP, normal, shaped, train
 
 WORKLOADS = ("scanned_gpt", "equal_width_mlp", "gradient_accumulation", "rnn")
 
@@ -157,3 +161,47 @@ def test_metrics_are_replicated() -> None:
     count = len(subject("odds_and_ends").analysis.program.state)
     assert [len(s) for s in specs.outputs[count:]] == [2, 1]
     assert not any(dim for s in specs.outputs[count:] for dim in s)
+
+
+def scaled_layers() -> Workload:
+    """Stacked matrices with a vector a layer: less than a hundredth of the state."""
+
+    def loss(params, x):
+        def layer(x, w):
+            return jnp.tanh(x * w["scale"] @ w["a"]) @ w["b"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    def init():
+        a, b = normal(0, 4, 64, 128), normal(1, 4, 128, 64)
+        return {"a": a, "b": b, "scale": jnp.ones((4, 64))}
+
+    return train(loss, init, shaped(16, 64))
+
+
+def test_small_arrays_stay_whole_where_the_layout_says_so_and_are_not_gathered() -> None:
+    of = analyse(scaled_layers())
+    every, small = (baseline(of.space, name) for name in ("FSDP", "FSDP, small whole"))
+    assert small.small_whole and not every.small_whole
+    assert small_elements(of.analysis.program, of.analysis.axes) == 64  # of a layer, not of four
+    a, b, scale = of.space.specs(small).inputs[:3]
+    assert any(a) and any(b) and not any(scale)
+    assert any(of.space.specs(every).inputs[2])
+    # The slice of a layer, its gradient and its update are treated as the stack is.
+    sites = {s.index: s for s in of.analysis.sites.sites}
+    placed = of.space.specs(small).sites
+    vectors = [placed[i].spec for i in placed if sites[i].shape in ((64,), (4, 64))]
+    assert vectors and not any(any(spec) for spec in vectors)
+
+    def gathers(layout: Layout) -> list[int]:
+        return sorted(c.bytes for c in judge(of, layout).collectives if c.kind == "all_gather")
+
+    assert min(gathers(every)) == 64 * 4 < min(gathers(small))
+    assert worst_error(of, run(of, small), run_plain(of)) < 1e-4
+    # As members of the space: next to each other, and one where nothing is small.
+    near = {c.layout for c in of.space.neighbours(of.space.candidate(every))}
+    assert small in near and every in {
+        c.layout for c in of.space.neighbours(of.space.candidate(small))
+    }
+    plain = subject("scanned_mlp").space
+    assert "FSDP, small whole" not in {b.name for b in baselines(plain)}

@@ -43,6 +43,8 @@ def rules_in_words(layout: Layout) -> str:
     whole = [a for a in compute if a not in storage and not a.startswith("batch")]
     if whole:
         parts.append("store " + ", ".join(whole) + " whole")
+    if layout.small_whole:
+        parts.append("small arrays as computed")
     parts += [f"occurrence {o} of {g}" for g, o in layout.occurrences]
     return "; ".join(parts) or "everything replicated"
 

@@ -19,6 +19,8 @@ class Baseline:
 def baselines(space: Space) -> tuple[Baseline, ...]:
     """Replicated, data parallel, FSDP, tensor parallel and FSDP x TP on every mesh, "as written".
 
+    FSDP comes twice: every array that divides is sharded, or all but the smallest.
+
     Those the space does not contain (a batch that does not divide, a fixed mesh of another shape)
     are left out. Tensor parallel may appear several times: one for each way to choose axes so that
     no weight is cut twice.
@@ -43,7 +45,9 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         every = tuple(name for name, _ in mesh)
         spread = dict.fromkeys(batch, every)
         add("data parallel", space.layout(mesh, spread, {}))
-        add("FSDP", space.layout(mesh, spread, _storage(space, count, every)))
+        shards = _storage(space, count, every)
+        add("FSDP", space.layout(mesh, spread, shards))
+        add("FSDP, small whole", space.layout(mesh, spread, shards, small_whole=True))
         for cut in _tensor_axes(space, count):
             to = dict.fromkeys(cut, every)
             add("tensor parallel", space.layout(mesh, to, to))
