@@ -213,7 +213,12 @@ def test_without_measurements_the_prediction_speaks(searched):
         " 30.0 ms: "
     )
     assert text.endswith("alike.")
-    assert "is the only layout that could be judged" in explain(planned(searched, [best]))
+    assert "was compared with no baseline" in explain(planned(searched, [best]))
+    crashed = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="the worker died")
+    lines = [dataclasses.replace(best, profiled=None), trial("FSDP", profiled=crashed)]
+    assert "was not measured, and is the first by prediction: 1 others were run and failed" in (
+        explain(planned(searched, lines))
+    )
     single = trial("replicated", mesh=(), compute={"r": ()}, compiled=estimate())
     assert explain(planned(searched, [single])) == "There is one device: nothing is sharded."
 

@@ -15,12 +15,13 @@ import jax
 import jax.interpreters.mlir as jax_mlir
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlib import xla_client
+from jaxlib import lapack, xla_client
 from jaxlib.mlir import ir
 
 from autoshard.module import ArraySpec, Module
 
 _FLOAT_TYPE = re.compile(r"(?<=[<x])(f64|f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)[>,]")
+_LAPACK = b"lapack_"
 _CALLBACK = re.compile(rb"python_(?:cpu|gpu)_callback")
 
 
@@ -165,6 +166,10 @@ def compile_module(module: Module, devices: Sequence[jax.Device]) -> Executable:
       ValueError: the number of devices is wrong.
       jax.errors.JaxRuntimeError: the compiler refused, with its text.
     """
+    if _LAPACK in module.stablehlo:
+        # jax loads LAPACK's routines when it lowers a call to one; bytes are not lowered again,
+        # and a call to a routine that is not loaded ends the process (jaxlib 0.10-0.12).
+        lapack.prepare_lapack_call("geqrf", np.dtype(np.float32))
     options = compile_options(module, [device.id for device in devices])
     loaded = devices[0].client.compile_and_load(
         module.stablehlo, xla_client.DeviceList(tuple(devices)), options

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from autoshard.report.words import mebibytes, seconds
-from autoshard.trial import Estimate, Measurement, Trial, paired_ratio
+from autoshard.trial import Estimate, Failure, Measurement, Trial, paired_ratio
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -41,8 +41,14 @@ def explain(plan: "Plan") -> str:
                 f" {_compared(ratio, rival.baseline)}, the best other baseline, in the same rounds:"
                 f" {_difference(winner, rival)}."
             )
+    failed = [t.profiled for t in evidence.trials if isinstance(t.profiled, Failure)]
+    if failed and not isinstance(winner.profiled, Measurement):
+        return (
+            f"The winner{named} was not measured, and is the first by prediction: {len(failed)}"
+            f" others were run and failed, the first of a {failed[0].kind}."
+        )
     if not others:
-        return f"The winner{named} is the only layout that could be judged."
+        return f"The winner{named} was compared with no baseline: none was judged as far."
     rival = min(others, key=lambda t: t.estimate.time_s if t.estimate else 0.0)
     assert rival.estimate is not None
     return (

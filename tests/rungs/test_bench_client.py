@@ -2,11 +2,14 @@ import dataclasses
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compat.executable import MemoryUse
+from autoshard.module import Module
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.numerics import NumericsReport
 from autoshard.rungs.traces import read_trace
@@ -106,4 +109,25 @@ def test_state_as_host_values(tmp_path, modules):
     bench.set_inputs(wrong, lowered.make_batches())
     failure = bench.load("data", modules["data"])
     assert failure.kind == Kind.CRASH and "ValueError: state" in failure.message
+    bench.close()
+
+
+def test_a_state_made_with_linear_algebra_is_made_in_a_process_that_lowered_nothing(tmp_path):
+    """LAPACK's routines are loaded when jax lowers a call to one, which a worker never does."""
+    make = jax.jit(lambda: {"w": jnp.linalg.qr(jax.random.normal(jax.random.key(0), (16, 16)))[0]})
+    whole = NamedSharding(lowered.make_mesh(lowered.ONE), P())
+    outputs = lowered.array_specs("state", make(), {"w": whole})
+    stablehlo = lowered.bytecode(make.lower())
+    assert b"lapack_" in stablehlo
+    module = Module(
+        stablehlo=stablehlo,
+        mesh=(),
+        platform="cpu",
+        inputs=(),
+        outputs=outputs,
+        state_count=len(outputs),
+    )
+    settings = WorkerSettings(platform="cpu", device_count=8, folder=str(tmp_path))
+    bench = ChildBench(settings, time_limit_s=120)
+    assert bench.set_inputs(module, [()]) is None
     bench.close()
