@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from autoshard.analysis import Analysis
 from autoshard.compat import jaxprs, shardy
 from autoshard.layout import Spec
+from autoshard.lean import lean
 from autoshard.module import ArraySpec, Module
 from autoshard.program import Leaf, Program
 from autoshard.sites import Site
@@ -66,10 +67,10 @@ def constrained_step(
 def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wrapped:
     """The flat step, jitted: (state leaves, batch leaves) -> (state leaves, metric leaves).
 
-    The state is donated, the batch never.
+    The state is donated, the batch never. Constraints that say nothing new are left out.
     """
     mesh = target.any_mesh(specs.mesh)
-    closed = constrained_step(analysis, specs, mesh)
+    closed = constrained_step(analysis, lean(analysis, specs), mesh)
     return jax.jit(
         jaxprs.as_function(closed),
         in_shardings=shardings(mesh, specs.inputs),

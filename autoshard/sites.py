@@ -167,6 +167,7 @@ class SiteMap:
                 if _worth(var) and flow.of(var):
                     entries[i] = self._add(Place.ENTRY, var, flow.storage(var), loop)
         returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
+        turned = _only_transposed(jaxpr)
         for e, eqn in enumerate(jaxpr.eqns):
             name = eqn.primitive.name
             links = inner_links(eqn)
@@ -183,7 +184,9 @@ class SiteMap:
                         )
             if links:
                 opens = name in jaxprs.LOOPS
-            elif name in _OPENERS:
+            elif name in _OPENERS or (
+                name == "transpose" and any(v in turned for v in eqn.invars if _worth(v))
+            ):
                 opens = True
             elif name in _QUIET:
                 opens = False
@@ -192,6 +195,8 @@ class SiteMap:
                 settled.update(eqn.outvars)
             for o, var in enumerate(eqn.outvars):
                 wanted = opens or (loop is not None and var in returned)
+                if var in turned and var not in returned:
+                    continue  # its site comes after the transpose
                 if wanted and _worth(var) and flow.of(var):
                     results[e, o] = self._add(Place.RESULT, var, flow.storage(var), eqn)
                     settled.add(var)
@@ -255,6 +260,24 @@ def find_sites(closed: jaxprs.ClosedJaxpr, state_count: int, returned: int) -> S
       returned: the first so many outputs are the new state.
     """
     return SiteMap(closed, Flow(closed, state_count, returned))
+
+
+def _only_transposed(jaxpr: jaxprs.Jaxpr) -> set[jaxprs.Var]:
+    """Results of contractions that nothing but one transpose uses: gradients of matrices.
+
+    A constraint between the two would keep the compiler from making one product of them, and a
+    reduce-scatter along another dimension than the first: libtpu then reduces the whole.
+    """
+    made = {v for eqn in jaxpr.eqns if eqn.primitive.name in CONTRACTIONS for v in eqn.outvars}
+    uses: dict[jaxprs.Var, list[str]] = {v: [] for v in made}
+    for eqn in jaxpr.eqns:
+        for v in eqn.invars:
+            if not isinstance(v, jaxprs.Literal) and v in uses:
+                uses[v].append(eqn.primitive.name)
+    for v in jaxpr.outvars:
+        if not isinstance(v, jaxprs.Literal) and v in uses:
+            uses[v].append("returned")
+    return {v for v, names in uses.items() if names == ["transpose"]}
 
 
 def _worth(var: jaxprs.Atom) -> bool:

@@ -11,8 +11,8 @@ from autoshard.compat import shardy
 from autoshard.cost import CostModel
 from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
-from autoshard.layout import Layout, Spec
-from autoshard.program import Leaf
+from autoshard.layout import Layout
+from autoshard.partitioned import partitioned
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
@@ -54,18 +54,7 @@ class Propagator:
         analysis = self._analysis
         program, kernels = analysis.program, analysis.kernels
         sizes = dict(specs.mesh)
-        if specs.mesh:
-            judged = shardy.judge(
-                analysis.module,
-                specs.mesh,
-                [_closed(s, x) for s, x in zip(specs.inputs, program.inputs, strict=True)],
-                [_closed(s, x) for s, x in zip(specs.outputs, program.outputs, strict=True)],
-                {i: tuple(zip(s.spec, s.open, strict=True)) for i, s in specs.sites.items()},
-                analysis.site_of_tag,
-                self._attributes,
-            )
-        else:
-            judged = None
+        judged = partitioned(analysis, specs, self._attributes) if specs.mesh else None
 
         def ways(axes: frozenset[str]) -> float:
             return math.prod(shardy.axis_size(a, sizes) for a in axes)
@@ -175,11 +164,6 @@ class Propagator:
             if kind != "all_gather" or _SITE not in location:  # else the constraint's value is it
                 spikes.append((kernels.positions.get(tag, 0), after))
         return collectives, spikes
-
-
-def _closed(spec: Spec, leaf: Leaf) -> shardy.Dims:
-    """Every dimension closed; the words of a PRNG key are a dimension that stays whole."""
-    return tuple((axes, False) for axes in (*spec, *((),) * leaf.is_key))
 
 
 def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[tuple[int, float]]) -> float:

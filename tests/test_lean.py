@@ -1,0 +1,55 @@
+"""Constraints that say nothing new are left out, and the partition stays what it was."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from autoshard.lean import lean
+from autoshard.partitioned import partitioned
+from autoshard.strategy import baselines
+from tests.analysed import baseline, subject
+
+WORKLOADS = ("scanned_gpt", "gradient_accumulation", "conv_net", "mixture_of_experts", "adamw")
+
+
+def footprint(of, specs):
+    """What every operation and end is divided by; what is sent, by kind, bytes and trips."""
+    judged = partitioned(of.analysis, specs)
+    trips = of.analysis.kernels.trips
+    sent = Counter((c[0], c[1], c[2], c[3], trips.get(c[4], 1.0)) for c in judged.communication)
+    return judged.shards, judged.contracted, judged.argument_dims, judged.result_dims, sent
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_baseline_is_partitioned_alike_with_fewer_constraints(name):
+    of = subject(name)
+    fewer = []
+    for found in {b.name: b for b in baselines(of.space)}.values():
+        specs = of.space.specs(found.candidate.layout)
+        kept = lean(of.analysis, specs)
+        assert kept.sites.items() <= specs.sites.items()
+        assert footprint(of, kept) == footprint(of, specs), found.name
+        fewer.append(len(kept.sites) / len(specs.sites))
+    assert sorted(fewer)[len(fewer) // 2] < 0.7
+
+
+def test_what_the_partitioner_must_be_told_stays():
+    """Some constraint on an activation is needed for FSDP of this step; without it, another one."""
+    of = subject("scanned_gpt")
+    specs = of.space.specs(baseline(of.space, "FSDP"))
+    kept = lean(of.analysis, specs)
+    sites = {s.index: s for s in of.analysis.sites.sites}
+    storage = {i: s for i, s in kept.sites.items() if sites[i].storage}
+    assert 0 < len(storage) < len(kept.sites)
+    bare = dataclasses.replace(specs, sites=storage)
+    assert footprint(of, bare) != footprint(of, specs)
+
+
+def test_one_device_and_the_authors_own_constraints_are_left_alone():
+    of = subject("with_constraints")
+    written = next(b.candidate.layout for b in baselines(of.space) if b.name == "as written")
+    specs = of.space.specs(written)
+    assert lean(of.analysis_for(written), specs) is specs
+    alone = dataclasses.replace(specs, mesh=())
+    assert lean(of.analysis, alone) is alone
