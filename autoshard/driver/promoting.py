@@ -8,9 +8,18 @@ from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
 
 
 def baseline_rows(ledger: Ledger) -> list[int]:
-    """Of each baseline the fastest that may fit, over knobs and meshes; fastest first."""
+    """Of each baseline the fastest that rung 1 takes to fit, over knobs and meshes; fastest first.
+
+    Of a baseline that fits nowhere by rung 1 the fastest of those that miss by little comes behind:
+    rung 1 may be wrong. Those that miss by more would only cost compilations.
+    """
     best: dict[str, int] = {}
     factor = lower_bound(ledger)
+
+    def order(i: int) -> tuple[bool, float]:
+        estimate = _propagated(ledger, i)
+        return estimate.peak_memory_bytes > ledger.limit_bytes, estimate.time_s
+
     for i, row in enumerate(ledger.rows):
         estimate = row.propagated
         if not row.baseline or not isinstance(estimate, Estimate):
@@ -18,10 +27,16 @@ def baseline_rows(ledger: Ledger) -> list[int]:
         if promote.surely_too_large(estimate, ledger.limit_bytes, factor):
             row.compiled = _too_large(estimate, ledger.limit_bytes)
             continue
+        if estimate.peak_memory_bytes > _NEARLY * ledger.limit_bytes:
+            continue
         other = best.get(row.baseline)
-        if other is None or estimate.time_s < _propagated(ledger, other).time_s:
+        if other is None or order(i) < order(other):
             best[row.baseline] = i
-    return sorted(best.values(), key=lambda i: _propagated(ledger, i).time_s)
+    return sorted(best.values(), key=order)
+
+
+_NEARLY = 1.2
+"""Rung 1's peak of what may fit all the same, over the limit."""
 
 
 def promoted(ledger: Ledger, count: int, taken: Sequence[int]) -> list[int]:

@@ -75,6 +75,18 @@ def test_of_each_baseline_the_fastest_that_may_fit_goes_on(ledger):
         assert "the limit is" in failure.message
 
 
+def test_a_baseline_that_fits_goes_before_a_faster_one_that_does_not(ledger):
+    ledger.rows = [
+        row(0, "FSDP", propagated=estimate(1.0, peak=1100)),
+        row(1, "FSDP", propagated=estimate(3.0, peak=900)),
+        row(2, "data parallel", propagated=estimate(0.5, peak=1150)),  # rung 1 may be wrong
+        row(3, "tensor parallel", propagated=estimate(0.1, peak=1500)),
+        row(4, "tensor parallel", propagated=estimate(9.0, peak=1400)),
+    ]
+    assert promoting.baseline_rows(ledger) == [1, 2]
+    assert all(r.compiled is None for r in ledger.rows), "and what is left out has not failed"
+
+
 def test_what_has_gone_on_does_not_go_on_again(ledger):
     ledger.rows = [row(i, propagated=estimate(1.0 + i)) for i in range(5)]
     ledger.rows[1].compiled = estimate(rung=Rung.COMPILE)
