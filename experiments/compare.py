@@ -4,7 +4,7 @@ Question: the step time of a saved plan, relative to each baseline written as pl
   (`experiments/handwritten`) on the same fake CPU devices.
 Command: python -m experiments.tune --model=mlp --steps=0 --run=runs/mlp
          python -m experiments.compare --model=mlp --plan=runs/mlp/plan.json
-Cost: a fresh process for each of 6 baselines, about 15 minutes in all for the decoder.
+Cost: a fresh process for each of 7 baselines, about 18 minutes in all for the decoder.
 Expected: a ratio of at most 1.00 (to two decimals) in every row. "undecided" counts as missed.
 
 Pairs of steps are interleaved until the 95 % interval of their ratio is within 2 %. The baselines
@@ -45,16 +45,20 @@ def main(argv: list[str]) -> None:
         result = _measure(_BASELINE.value)
         _file(folder, _BASELINE.value).write_text(json.dumps(result, indent=1))
         return
-    rows = [_in_fresh_process(folder, name) for name in _baseline_names()]
+    rows = [_in_fresh_process(folder, name) for name in _baselines()]
     summary = [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     Console().print(_table(rows))
 
 
-def _baseline_names() -> list[str]:
-    from experiments.handwritten.layouts import hand_layouts
+def _baselines() -> dict[str, Any]:
+    from experiments import sizes
+    from experiments.handwritten import rules, sized, steps
 
-    return list(hand_layouts(_DEVICES.value))
+    decodes = _MODEL.value == "decoder"
+    case = sized.decoder_case(sizes.DECODER) if decodes else sized.mlp_case(sizes.MLP)
+    whole = rules.replicated(_DEVICES.value)
+    return {whole.name: whole, **steps.hand_steps(case, _DEVICES.value)}
 
 
 def _in_fresh_process(folder: pathlib.Path, baseline: str) -> dict[str, Any]:
@@ -81,10 +85,8 @@ def _measure(baseline: str) -> dict[str, Any]:
 
     import autoshard
     from experiments import pairs, sizes, tasks
-    from experiments.handwritten import decoder, mlp
-    from experiments.handwritten.layouts import hand_layouts
+    from experiments.handwritten import sized, steps
 
-    layout = hand_layouts(_DEVICES.value)[baseline]
     decodes = _MODEL.value == "decoder"
     task = tasks.decoder_task(sizes.DECODER) if decodes else tasks.mlp_task(sizes.MLP)
     plan = autoshard.load_plan(_PLAN.value, task.model_fn, jax.devices())
@@ -92,9 +94,10 @@ def _measure(baseline: str) -> dict[str, Any]:
     if decodes:
         model = dataclasses.replace(sizes.DECODER.model, remat=remat)
         size = dataclasses.replace(sizes.DECODER, model=model)
-        built = decoder.build(size, layout, jax.devices())
+        case = sized.decoder_case(size)
     else:
-        built = mlp.build(sizes.MLP, layout, jax.devices())
+        case = sized.mlp_case(sizes.MLP)
+    built = steps.build(case, _baselines()[baseline], jax.devices())
 
     def stepper(step: Any, state: Any, batch: Any) -> Any:
         def run() -> None:

@@ -7,9 +7,14 @@ both steps of a pair alike, cancels; its interval is a percentile bootstrap over
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any  # pytrees have no narrower type
 
+import jax
 import numpy as np
+
+Run = Callable[[], None]
+"""Runs one step and waits for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +37,8 @@ class Comparison:
 
 
 def compare(
-    first: Callable[[], None],
-    second: Callable[[], None],
+    first: Run,
+    second: Run,
     *,
     limit_s: float,
     half_width: float = 0.02,
@@ -80,7 +85,37 @@ def ratio_interval(
 ) -> tuple[float, float, float]:
     """The geometric mean of the paired ratios and its 95 % bootstrap interval."""
     logs = np.log(np.asarray(first_s) / np.asarray(second_s))
+    return ratio_interval_of_logs(logs, seed=seed, resamples=resamples)
+
+
+def ratio_interval_of_logs(
+    logs: Sequence[float] | np.ndarray, *, seed: int = 0, resamples: int = 2000
+) -> tuple[float, float, float]:
+    """The same from the logarithms of the paired ratios."""
+    values = np.asarray(logs, dtype=float)
     rng = np.random.default_rng(seed)
-    means = rng.choice(logs, (resamples, len(logs))).mean(axis=1)
+    means = rng.choice(values, (resamples, len(values))).mean(axis=1)
     low, high = np.quantile(means, [0.025, 0.975])
-    return math.exp(logs.mean()), math.exp(low), math.exp(high)
+    return math.exp(values.mean()), math.exp(low), math.exp(high)
+
+
+def verdict(ratio: float | None, decided: bool) -> str:
+    """The goal is a ratio of at most 1.00, to two decimals. "undecided" counts as missed.
+
+    >>> verdict(1.004, True), verdict(1.006, True), verdict(0.9, False), verdict(None, True)
+    ('met', 'missed', 'undecided', 'undecided')
+    """
+    if ratio is None or not decided:
+        return "undecided"
+    return "met" if round(ratio, 2) <= 1.0 else "missed"
+
+
+def stepper(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> Run:
+    """What `compare` times: one step on the state of the last, and the wait for it."""
+
+    def run() -> None:
+        nonlocal state
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+
+    return run

@@ -22,9 +22,8 @@ import itertools
 import json
 import pathlib
 import platform
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,19 +35,16 @@ from autoshard import Budget
 from autoshard.compat.compilers import compiler_version
 from autoshard.compat.noise import start_jax
 from autoshard.driver.compiling import Compiling
-from autoshard.driver.ledger import Ledger, Row
+from autoshard.driver.ledger import Ledger
 from autoshard.driver.promoting import promoted
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal, opened
-from autoshard.layout import Candidate
 from autoshard.pricing import cost_model
-from autoshard.rungs.propagate import Propagator
-from autoshard.space import Space
 from autoshard.subjects import make_subject, trace_all
 from autoshard.target import find_target
-from autoshard.trial import Estimate
 from experiments import pod_sizes, pod_tasks
 from experiments.agreement import MEASURES, Point, figures_of, summary, walk
+from experiments.draws import Draws, uniform
 from experiments.progress import progress_bar, show_on
 
 _MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "The model.")
@@ -121,11 +117,11 @@ def judged(ledger: Ledger) -> tuple[list[Point], int]:
         top = promoted(ledger, _TOP.value, [])
         compiling.compile(top, 1.0)
         points = _points("top", top, ledger)
-        draws = _Draws(ledger, {ledger.rows[i].program for i in top})
+        draws = Draws(ledger, {ledger.rows[i].program for i in top})
         best = [ledger.rows[i].candidate for i in top]
         fitting = 0
         for group, draw, wanted, most in (
-            ("uniform", _uniform, _FITTING.value // 2, _MOST.value),
+            ("uniform", uniform, _FITTING.value // 2, _MOST.value),
             ("baselines", functools.partial(walk, ()), _FITTING.value * 3 // 4, _MOST.value),
             ("best", functools.partial(walk, best), _FITTING.value, 4 * _MOST.value),
         ):
@@ -143,51 +139,6 @@ def judged(ledger: Ledger) -> tuple[list[Point], int]:
 def _points(group: str, rows: Sequence[int], ledger: Ledger) -> list[Point]:
     fitting = set(ledger.fitting(rows))
     return [Point(group=group, row=ledger.rows[i], fits=i in fitting) for i in rows]
-
-
-class _Draws:
-    """New rows of a ledger, each program once.
-
-    Attributes:
-      skipped: candidates whose state alone is too large.
-    """
-
-    def __init__(self, ledger: Ledger, seen: set[object]):
-        self.skipped = 0
-        self._ledger, self._seen = ledger, seen
-        self._propagators = [Propagator(subject.analysis) for subject in ledger.subjects]
-
-    def rows(self, draw: Callable[[Space, random.Random], Candidate | None]) -> Iterator[int]:
-        ledger = self._ledger
-        rng = random.Random(ledger.seed)
-        while True:
-            index = rng.randrange(len(ledger.subjects))
-            space = ledger.subjects[index].space
-            candidate = draw(space, rng)
-            if candidate is None:
-                continue
-            program = (index, space.specs(candidate.layout).key())
-            if program in self._seen:
-                continue
-            self._seen.add(program)
-            outcome = self._propagators[index].judge(space, candidate.layout, ledger.cost)
-            if isinstance(outcome, Estimate) and outcome.state_bytes > ledger.limit_bytes:
-                self.skipped += 1
-                continue
-            ledger.rows.append(
-                Row(
-                    subject=index,
-                    candidate=candidate,
-                    baseline="",
-                    program=program,
-                    propagated=outcome,
-                )
-            )
-            yield len(ledger.rows) - 1
-
-
-def _uniform(space: Space, rng: random.Random) -> Candidate | None:
-    return space.sample(rng)
 
 
 def _table(figures: dict[str, Any]) -> Table:

@@ -22,15 +22,13 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from autoshard.layout import Candidate
 from autoshard.pricing import cost_model
 from autoshard.program import trace
-from autoshard.rungs.propagate import Propagator
-from autoshard.strategy import Beam, Seen, baselines
-from autoshard.strategy.base import score
+from autoshard.strategy import Beam
 from autoshard.subjects import make_subject
 from autoshard.target import find_target
 from experiments import pod_tasks
+from experiments.rung1_search import climb
 
 _PART = flags.DEFINE_enum("part", "devices", ["devices", "layers"], "What grows.")
 _BUDGET = flags.DEFINE_integer(
@@ -128,41 +126,18 @@ def searched(devices: int, layers: int, seed: int, budget: int) -> Run:
     cost = cost_model(target)
     model_fn, _ = pod_tasks.task("llama3-8b", layers=layers, **SHAPE)
     subject = make_subject(trace(model_fn()), target, "free", None)
-    judge = Propagator(subject.analysis).judge
-    strategy = Beam(target.memory_bytes)
     ready_s = time.process_time() - start
-    start = time.process_time()
-    history: list[Seen] = []
-    curve: list[tuple[float, int, float]] = []
-    best = (float("inf"), float("inf"))
-
-    def tell(candidate: Candidate) -> None:
-        nonlocal best
-        outcome = judge(subject.space, candidate.layout, cost)
-        history.append(Seen(candidate=candidate, outcome=outcome))
-        if score(outcome, target.memory_bytes) < best:
-            best = score(outcome, target.memory_bytes)
-            if best[0] == 0.0:
-                curve.append((time.process_time() - start, len(history), best[1]))
-
-    first = baselines(subject.space)
-    for baseline in first:
-        tell(baseline.candidate)
-    while len(history) < len(first) + budget:
-        asked = strategy.ask(subject.space, seed, tuple(history))
-        if not asked:
-            break
-        for candidate in asked[: len(first) + budget - len(history)]:
-            tell(candidate)
+    room = target.memory_bytes
+    climbed = climb(subject, cost, room, Beam(room), budget, seed)
     return Run(
         devices=devices,
         layers=layers,
         seed=seed,
         ready_s=ready_s,
-        baselines=len(first),
-        judged=len(history),
-        total_s=time.process_time() - start,
-        curve=tuple(curve),
+        baselines=climbed.baselines,
+        judged=climbed.baselines + climbed.judged,
+        total_s=climbed.cpu_s,
+        curve=tuple((i.cpu_s, climbed.baselines + i.candidates, i.time_s) for i in climbed.curve),
     )
 
 

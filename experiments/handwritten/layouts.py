@@ -1,27 +1,19 @@
-"""The hand-written layouts: a mesh and two tables from axis names to mesh axes, as in MaxText.
-
-Replicated, data parallel, FSDP and tensor parallel are the corners; FSDP x tensor parallel runs
-over every factorization of the devices into two axes.
-"""
+"""A layout by hand: a mesh, and tables from axis names to mesh axes, as in MaxText."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-Names = tuple[str | None, ...]
+Names: TypeAlias = tuple[str | None, ...]
 """One axis name or None for each dimension of an array."""
-
-# The dimensions that Megatron splits: each is one matmul's output and the next one's contraction.
-TENSOR_PARALLEL = {
-    "heads": "model",
-    "kv_heads": "model",
-    "mlp": "model",
-    "hidden": "model",
-    "vocab": "model",
-}
+Table: TypeAlias = Mapping[str, tuple[str, ...]]
+"""Axis name -> mesh axes that divide it, major first; a name that is not there stays whole."""
+Spec: TypeAlias = list[tuple[str, ...]]
+"""For each dimension of an array the mesh axes that divide it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,45 +22,26 @@ class HandLayout:
 
     Attributes:
       name: as tables print it.
-      data, model: sizes of the two mesh axes.
-      activations: axis name -> mesh axis, for activations and the batch.
-      params: axis name -> mesh axis, for parameters and the optimizer's moments at rest.
+      axes: names and sizes of the mesh axes, major to minor.
+      activations: of activations and of the batch.
+      params: of parameters, and of what the optimizer keeps in their shapes, at rest.
+      spread: mesh axes of FSDP. Where the table gives a parameter none of them, they divide its
+        largest dimension that is whole and that they divide (big_vision's rule). Layers that are
+        stacked stay whole.
+      vectors_whole: parameters of one dimension keep off the axes of `spread`.
+      renamed: names of an activation, all of them -> other names; for dimensions that the model
+        leaves without a name, or names as it does others.
+      batch: key of a batch leaf -> names; any other leaf is ("batch", None, ...).
     """
 
     name: str
-    data: int
-    model: int
-    activations: Mapping[str, str]
-    params: Mapping[str, str]
-
-
-def hand_layouts(device_count: int) -> dict[str, HandLayout]:
-    """Every baseline for this many devices, by name."""
-    n = device_count
-    batch = {"batch": "data"}
-    found = [
-        HandLayout(name="replicated", data=n, model=1, activations={}, params={}),
-        HandLayout(name="data parallel", data=n, model=1, activations=batch, params={}),
-        HandLayout(name="fsdp", data=n, model=1, activations=batch, params={"embed": "data"}),
-        HandLayout(
-            name="tensor parallel",
-            data=1,
-            model=n,
-            activations=TENSOR_PARALLEL,
-            params=TENSOR_PARALLEL,
-        ),
-    ]
-    for model in range(2, n):
-        if n % model == 0:
-            layout = HandLayout(
-                name=f"fsdp x tensor parallel {n // model}x{model}",
-                data=n // model,
-                model=model,
-                activations=batch | TENSOR_PARALLEL,
-                params={"embed": "data"} | TENSOR_PARALLEL,
-            )
-            found.append(layout)
-    return {layout.name: layout for layout in found}
+    axes: tuple[tuple[str, int], ...]
+    activations: Table = dataclasses.field(default_factory=dict)
+    params: Table = dataclasses.field(default_factory=dict)
+    spread: tuple[str, ...] = ()
+    vectors_whole: bool = False
+    renamed: Mapping[Names, Names] = dataclasses.field(default_factory=dict)
+    batch: Mapping[str, Names] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,21 +53,50 @@ class Rules:
 
     @staticmethod
     def on(layout: HandLayout, devices: list[jax.Device]) -> "Rules":
-        mesh = jax.make_mesh(
-            (layout.data, layout.model),
-            ("data", "model"),
-            axis_types=(AxisType.Auto, AxisType.Auto),
-            devices=devices,
-        )
-        return Rules(layout, mesh)
+        names, sizes = zip(*layout.axes, strict=True)
+        types = (AxisType.Auto,) * len(names)
+        return Rules(layout, jax.make_mesh(sizes, names, axis_types=types, devices=devices))
 
     def param(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
-        """How a parameter of this shape lies in memory between steps."""
-        return self._sharding(self.layout.params, names, shape)
+        """How a parameter lies in memory between steps.
+
+        Args:
+          names: of its last dimensions; those before them are of stacked layers.
+        """
+        layout, stacked = self.layout, len(shape) - len(names)
+        spread = set(layout.spread)
+        if layout.vectors_whole and len(names) == 1:
+            table = {k: tuple(a for a in v if a not in spread) for k, v in layout.params.items()}
+            return self._sharding(self._divided(table, (None,) * stacked + names, shape))
+        spec = self._divided(layout.params, (None,) * stacked + names, shape)
+        if spread and not spread & {axis for axes in spec for axis in axes}:
+            count = self._count(layout.spread)
+            free = [i for i in range(stacked, len(shape)) if not spec[i] and shape[i] % count == 0]
+            if free:
+                spec[max(free, key=lambda i: shape[i])] = layout.spread
+        return self._sharding(spec)
 
     def activation(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
-        """How an activation or a batch leaf of this shape is sharded."""
-        return self._sharding(self.layout.activations, names, shape)
+        """How an activation of this shape is sharded."""
+        names = self.layout.renamed.get(names, names)
+        return self._sharding(self._divided(self.layout.activations, names, shape))
+
+    def batch(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
+        """How the batch leaf of this key is sharded.
+
+        Raises:
+          ValueError: the devices that share the batch do not divide it.
+        """
+        names = self.layout.batch.get(key, ("batch",) + (None,) * (len(shape) - 1))
+        spec = self._divided(self.layout.activations, names, shape)
+        for name, axes, size in zip(names, spec, shape, strict=True):
+            wanted = self._count(self.layout.activations.get(name, ()) if name else ())
+            if self._count(axes) != wanted:
+                raise ValueError(
+                    f"{self.layout.name}: dimension {name!r} of batch leaf {key!r}, {shape}, is "
+                    f"divided by {wanted}: expected a multiple of it, got {size}"
+                )
+        return self._sharding(spec)
 
     def constrain(self, x: jax.Array, names: Names) -> jax.Array:
         """The `Constrain` hook of the models."""
@@ -103,13 +105,24 @@ class Rules:
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def _sharding(
-        self, table: Mapping[str, str], names: Names, shape: tuple[int, ...]
-    ) -> NamedSharding:
-        spec: list[Any] = []
+    def _divided(self, table: Table, names: Names, shape: tuple[int, ...]) -> Spec:
+        spec: Spec = []
+        used: set[str] = set()
         for name, size in zip(names, shape, strict=True):
-            axis = table.get(name) if name else None
-            # Key-value heads fewer than the mesh axis stay whole on each device, as in Megatron.
-            divides = axis is not None and size % self.mesh.shape[axis] == 0
-            spec.append(axis if divides else None)
-        return NamedSharding(self.mesh, PartitionSpec(*spec))
+            taken: tuple[str, ...] = ()
+            for axis in table.get(name, ()) if name else ():
+                if axis in used or axis not in self.mesh.shape:
+                    continue  # a mesh axis divides one dimension, the first that asks for it
+                # Key-value heads fewer than the mesh axis stay whole, as in Megatron.
+                if size % self._count((*taken, axis)) == 0:
+                    taken = (*taken, axis)
+            used.update(taken)
+            spec.append(taken)
+        return spec
+
+    def _count(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes if axis in self.mesh.shape)
+
+    def _sharding(self, spec: Spec) -> NamedSharding:
+        short = [axes[0] if len(axes) == 1 else axes or None for axes in spec]
+        return NamedSharding(self.mesh, PartitionSpec(*short))

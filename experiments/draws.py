@@ -1,0 +1,66 @@
+"""New rows for a ledger, drawn by chance: the layouts that rungs are compared on."""
+
+import random
+from collections.abc import Callable, Iterator
+
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.layout import Candidate
+from autoshard.rungs.propagate import Propagator
+from autoshard.space import Space
+from autoshard.trial import Estimate
+
+Draw = Callable[[Space, random.Random], Candidate | None]
+
+
+def uniform(space: Space, rng: random.Random) -> Candidate | None:
+    """Any candidate of the space."""
+    return space.sample(rng)
+
+
+class Draws:
+    """New rows of a ledger, each program once.
+
+    Args:
+      seen: programs (`Row.program`) that are not drawn again.
+      patience: after so many draws that gave nothing new a kind of draw ends; None never ends it.
+
+    Attributes:
+      skipped: candidates whose state alone is too large.
+    """
+
+    def __init__(self, ledger: Ledger, seen: set[object], patience: int | None = None):
+        self.skipped = 0
+        self._ledger, self._seen, self._patience = ledger, seen, patience
+        self._propagators = [Propagator(subject.analysis) for subject in ledger.subjects]
+
+    def rows(self, draw: Draw) -> Iterator[int]:
+        """Indices of the rows added; the same seed draws the same."""
+        ledger = self._ledger
+        rng = random.Random(ledger.seed)
+        idle = 0
+        while self._patience is None or idle < self._patience:
+            idle += 1
+            index = rng.randrange(len(ledger.subjects))
+            space = ledger.subjects[index].space
+            candidate = draw(space, rng)
+            if candidate is None:
+                continue
+            program = (index, space.specs(candidate.layout).key())
+            if program in self._seen:
+                continue
+            self._seen.add(program)
+            outcome = self._propagators[index].judge(space, candidate.layout, ledger.cost)
+            if isinstance(outcome, Estimate) and outcome.state_bytes > ledger.limit_bytes:
+                self.skipped += 1
+                continue
+            idle = 0
+            ledger.rows.append(
+                Row(
+                    subject=index,
+                    candidate=candidate,
+                    baseline="",
+                    program=program,
+                    propagated=outcome,
+                )
+            )
+            yield len(ledger.rows) - 1

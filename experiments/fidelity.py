@@ -1,0 +1,171 @@
+"""Does autoshard pick the fastest layout, for every model, and do its rungs rank as clocks do?
+
+Question: on each case of the zoo, at its shrunk scale, on 4 and on 8 fake CPU devices: does the
+  search complete; is the plan as fast as what people write by hand; how much slower is it than the
+  best of at least 48 programs; how well do rung 1 and rung 2 rank and predict measured times?
+Command: python -m experiments.fidelity
+         or one part: python -m experiments.fidelity --part=sample --case=vit --devices=8
+         the tables again: python -m experiments.fidelity --part=report
+Cost: on 2 cores for each case and number of devices a search of 5 to 20 minutes, the sample 20 to
+  90 (about 60 programs are compiled twice and run in --rounds rounds), by hand up to 6 a layout:
+  two days for all.
+Expected: the goals that docs/fidelity.md states; what misses one is red.
+
+Each part of each case runs in a process of its own and leaves results/fidelity/<case>-<devices>/
+<part>.json, whole or not at all, with machine, versions, date and seeds; delete a file to have it
+made anew. Stop it at will: what is there is not run again, and journals under runs/fidelity let an
+interrupted search, and the compiles of an interrupted sample, go on. `search` has the default
+budget of `autoshard.search` and saves its plan; `sample` draws, compiles and measures programs and
+pairs the plan with the best of them anew; `hand` pairs the plan with hand-written layouts; `report`
+prints, and writes summary.json, the plots and the page, always over all cases.
+"""
+
+import pathlib
+import sys
+
+from absl import app, flags
+from rich.console import Console
+
+from experiments.fidelity_parts import running
+from experiments.fidelity_parts.store import PARTS, Store, Task
+
+MESHES = (4, 8)
+"""Numbers of fake devices that the report is over."""
+
+_PART = flags.DEFINE_enum("part", "all", ["all", *PARTS, "report"], "What to run.")
+_CASE = flags.DEFINE_list("case", [], "Cases; all of the zoo where none is named.")
+_DEVICES = flags.DEFINE_list("devices", [str(n) for n in MESHES], "Numbers of fake CPU devices.")
+_SCALE = flags.DEFINE_enum("scale", "shrunk", ["small", "shrunk"], "small: to try the machinery.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the search, the sample and the order of rounds.")
+_ROUNDS = flags.DEFINE_integer("rounds", 16, "Rounds in which every program of a sample runs.")
+_LIMIT = flags.DEFINE_float("limit", 240.0, "Seconds of pairs for each comparison.")
+_SHORT = flags.DEFINE_bool("short", False, "Tiny budget and sample, to try the machinery.")
+_RETRY = flags.DEFINE_bool("retry", False, "Run parts again whose result says that they failed.")
+_OUT = flags.DEFINE_string("out", "results/fidelity", "Folder of the results.")
+_RUN = flags.DEFINE_string("run", "runs/fidelity", "Folder of journals.")
+_PAGE = flags.DEFINE_string("page", "docs/fidelity.md", 'Page with the tables; "" for none.')
+_HERE = flags.DEFINE_bool("here", False, "Run one part in this process; what the others are.")
+_LAYOUT = flags.DEFINE_string("layout", "", "With --part=hand --here: this layout alone.")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    store = Store(results=pathlib.Path(_OUT.value), runs=pathlib.Path(_RUN.value))
+    cases, devices = _cases(), [int(count) for count in _DEVICES.value]
+    if _HERE.value:
+        (case,), (count,) = cases, devices
+        _run_here(Task(part=_PART.value, case=case, devices=count), store)
+        return
+    console = Console(width=None if sys.stdout.isatty() else 200)  # a file has room for the tables
+    if _PART.value != "report":
+        lost = running.run_missing(
+            store,
+            cases,
+            devices,
+            PARTS if _PART.value == "all" else [_PART.value],
+            retry=_RETRY.value,
+            start=lambda task: running.in_process("experiments.fidelity", _flags(task), None),
+            tell=lambda text: console.print(text, highlight=False, markup=False),
+        )
+        if lost:
+            console.print(f"[red]{len(lost)} parts left no result; run the command again[/red]")
+    if _PART.value in ("all", "report"):
+        _report(store, console)
+
+
+def _cases() -> list[str]:
+    from experiments.zoo.cases import CASES
+
+    unknown = sorted(set(_CASE.value) - set(CASES))
+    if unknown:
+        raise app.UsageError(f"got cases {unknown}, expected some of {list(CASES)}")
+    return [name for name in CASES if name in _CASE.value] if _CASE.value else list(CASES)
+
+
+def _flags(task: Task, layout: str = "") -> list[str]:
+    """What a process needs to run one part by itself."""
+    return [
+        *(f"--{flag.name}={flag.value}" for flag in (_SCALE, _SEED, _ROUNDS, _LIMIT, _OUT, _RUN)),
+        f"--short={_SHORT.value}",
+        f"--part={task.part}",
+        f"--case={task.case}",
+        f"--devices={task.devices}",
+        "--here",
+        f"--layout={layout}",
+    ]
+
+
+def _run_here(task: Task, store: Store) -> None:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", task.devices)
+
+    import autoshard
+    from experiments.fidelity_parts import hand, measuring, sampling, searching
+    from experiments.progress import progress_bar, show_on
+    from experiments.zoo.cases import case as case_of
+
+    scale, seed, limit_s = _SCALE.value, _SEED.value, _LIMIT.value
+    case = case_of(task.case, scale)
+    budget = autoshard.Budget()
+    size = sampling.Size()
+    if _SHORT.value:
+        budget = autoshard.Budget(candidates=24, compiles=4, profiles=3, rounds=3)
+        size = sampling.Size(fitting=4, top=2, total=8)
+    if task.part == "hand":
+        if _LAYOUT.value:
+            hand.compare_one(task, case, store, _LAYOUT.value, seed=seed, limit_s=limit_s)
+            return
+        hand.run(
+            task,
+            case,
+            store,
+            scale=scale,
+            seed=seed,
+            limit_s=limit_s,
+            # Beside the pairs: two compilations, and the last pairs of a slow layout.
+            start=lambda layout: running.in_process(
+                "experiments.fidelity", _flags(task, layout), 2 * limit_s + 900
+            ),
+        )
+        return
+    with progress_bar(Console()) as progress:
+        show = show_on(progress)
+        if task.part == "search":
+            searching.run(
+                task, case, store, scale=scale, seed=seed, budget=budget, callbacks=(show,)
+            )
+            return
+        settings = measuring.Settings(rounds=_ROUNDS.value, pair_limit_s=limit_s, size=size)
+        measuring.run(
+            task,
+            case,
+            store,
+            scale=scale,
+            seed=seed,
+            budget=budget,
+            settings=settings,
+            callbacks=(show,),
+        )
+
+
+def _report(store: Store, console: Console) -> None:
+    from experiments.fidelity_parts import plots, report, tables
+    from experiments.fidelity_parts.store import write
+    from experiments.zoo.cases import CASES
+
+    results = report.load(store, CASES, MESHES)
+    summary = report.summarise(results)
+    write(store.results / "summary.json", summary)
+    plots.draw(results, summary, store.results)
+    made = tables.all_tables(summary)
+    if _PAGE.value:
+        tables.put_into(pathlib.Path(_PAGE.value), tables.as_markdown(made))
+    for table in made:
+        console.print(tables.as_rich(table))
+    console.print(f"Figures in {store.results}.", highlight=False)
+
+
+if __name__ == "__main__":
+    app.run(main)

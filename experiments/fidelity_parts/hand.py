@@ -1,0 +1,80 @@
+"""The hand part: the plan against each layout that people write, in a fresh process each."""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import autoshard
+from experiments import pairs
+from experiments.fidelity_parts.store import Case, Store, Task, provenance, read, write
+from experiments.handwritten import steps
+
+
+def run(
+    task: Task,
+    case: Case,
+    store: Store,
+    *,
+    scale: str,
+    seed: int,
+    limit_s: float,
+    start: Callable[[str], str],
+) -> None:
+    """Has every layout compared that is not yet, and writes what came of it.
+
+    Args:
+      start: compares one layout by `compare_one` in a process of its own and waits for it; returns
+        why there may be no result.
+    """
+    figures = {**provenance(task, case, scale, seed), "failed": "", "limit_s": limit_s}
+    if not store.plan(task).exists():
+        figures["failed"] = "there is no plan: the search found none"
+        write(store.result(task), figures)
+        return
+    rows = []
+    for name in layouts(case, task.devices):
+        file = row_file(store, task, name)
+        reason = "" if read(file) else start(name)
+        row = read(file)
+        rows.append(row or {"layout": name, "verdict": "undecided", "ratio": None, "why": reason})
+    lost = sum("why" in row for row in rows)
+    write(store.result(task), {**figures, "lost": lost, "rows": rows})
+
+
+def layouts(case: Any, device_count: int) -> list[str]:
+    """Names of the hand layouts of a case; none where nobody has written any."""
+    try:
+        return list(steps.hand_steps(case, device_count))
+    except ValueError:
+        return []
+
+
+def row_file(store: Store, task: Task, layout: str) -> pathlib.Path:
+    """Where the comparison with one layout is kept until all are done."""
+    return store.run_folder(task) / "hand" / (re.sub(r"\W+", "_", layout) + ".json")
+
+
+def compare_one(
+    task: Task, case: Any, store: Store, layout: str, *, seed: int, limit_s: float
+) -> None:
+    """Interleaved pairs of the plan's step and the hand-written one, on this process's devices."""
+    devices = jax.devices()[: task.devices]
+    plan = autoshard.load_plan(store.plan(task), case.workload, devices)
+    built = steps.build(case, steps.hand_steps(case, task.devices)[layout], devices, seed)
+    found = pairs.compare(
+        pairs.stepper(plan.step, plan.init(), plan.put(case.sample(seed))),
+        pairs.stepper(built.step, built.state, built.batch),
+        limit_s=limit_s,
+        seed=seed,
+    )
+    row = {
+        "layout": layout,
+        "verdict": pairs.verdict(found.ratio, found.decided),
+        "plan_is": plan.trial.baseline if plan.trial else "",
+        **dataclasses.asdict(found),
+    }
+    write(row_file(store, task, layout), row)

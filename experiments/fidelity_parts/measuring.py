@@ -1,0 +1,234 @@
+"""The sample part: many programs of one case, each judged by rung 1, compiled, and measured."""
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from autoshard.budget import Budget, Callback
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.journal import opened
+from autoshard.layout import Candidate
+from autoshard.lowering import lower_init
+from autoshard.module import Module
+from autoshard.plan_file import read_plan
+from autoshard.program import sample_batch
+from autoshard.rungs.bench_client import ChildBench
+from autoshard.rungs.race import Runner
+from autoshard.trial import Estimate, Failure, Stage
+from experiments.fidelity_parts import sampling, timing
+from experiments.fidelity_parts.ranks import by_round, times
+from experiments.fidelity_parts.regret import rival_of
+from experiments.fidelity_parts.store import Case, Store, Task, provenance, write
+
+_BATCHES = 2
+_RUNG: tuple[str, ...] = (
+    "time_s",
+    "compute_s",
+    "communication_s",
+    "peak_memory_bytes",
+    "state_bytes",
+    "flops",
+    "bytes_accessed",
+    "op_count",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How long is measured.
+
+    Attributes:
+      rounds: in which every program runs once; two halves of them should rank alike.
+      pair_limit_s: step time spent on fresh pairs of the plan and its rival.
+      call_limit_s: of one call of the bench, whose child is killed then.
+    """
+
+    rounds: int = 16
+    pair_limit_s: float = 240.0
+    call_limit_s: float = 300.0
+    size: sampling.Size = dataclasses.field(default_factory=sampling.Size)
+
+
+def run(
+    task: Task,
+    case: Case,
+    store: Store,
+    *,
+    scale: str,
+    seed: int,
+    budget: Budget,
+    settings: Settings = Settings(),
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Samples, compiles, measures, and measures the plan against its rival anew.
+
+    Compiled programs go to a journal of their own, begun as a copy of the search's; what is
+    measured is not: interrupted rounds begin anew, so that all samples share one stretch of time.
+    """
+    figures = provenance(task, case, scale, seed)
+    if not store.plan(task).exists():
+        write(store.result(task), {**figures, "failed": "there is no plan: the search found none"})
+        return
+    folder = store.run_folder(task)
+    journal = folder / "sample.jsonl"
+    if not journal.exists() and (folder / "search.jsonl").exists():
+        shutil.copyfile(folder / "search.jsonl", folder / "sample.partial")
+        (folder / "sample.partial").replace(journal)
+    finalists = _finalists(store, task)
+    with opened(journal) as log:
+        ledger = sampling.open_ledger(
+            task, case, store, log, seed=seed, budget=budget, callbacks=callbacks
+        )
+        sample = sampling.choose(ledger, finalists, settings.size)
+        names = {f"p{number:02d}": one for number, one in enumerate(sample.programs)}
+        places = {row: place for place, row in reversed(list(enumerate(sample.finalists)))}
+        plan = next(name for name, one in names.items() if places.get(one.row) == 0)
+        ran, fresh = _measured(ledger, names, plan, settings)
+    figures |= {
+        "failed": "",
+        "plan": plan,
+        "whole_space": sample.whole,
+        "space_size": ledger.subjects[0].space.size(),
+        "state_too_large": sample.skipped,
+        "rounds": settings.rounds,
+        "size": dataclasses.asdict(settings.size),
+        "memory_limit_bytes": ledger.limit_bytes,
+        "constants": ledger.constants.to_json(),
+        "constants_digest": ledger.constants.digest,
+        "fresh": fresh,
+        "programs": [
+            program_to_json(name, one.groups, ledger.rows[one.row], ran[name], places.get(one.row))
+            for name, one in names.items()
+        ],
+    }
+    write(store.result(task), figures)
+
+
+def _finalists(store: Store, task: Task) -> list[Candidate]:
+    """What the search measured, best first, so that the plan is the first."""
+    evidence = read_plan(store.plan(task)).evidence
+    return [evidence.trials[i].candidate for i in evidence.ranking]
+
+
+def _measured(
+    ledger: Ledger, names: Mapping[str, sampling.Chosen], plan: str, settings: Settings
+) -> tuple[dict[str, Runner], dict[str, Any] | None]:
+    """The rounds, and the fresh pairs (None where there is nothing to pair)."""
+    modules: dict[str, Module] = {}
+    ran: dict[str, Runner] = {}
+    peaks: dict[str, int] = {}
+    for name, one in names.items():
+        row = ledger.rows[one.row]
+        failure = _keeps_out(ledger, row)
+        module = ledger.module_of(row) if failure is None else failure
+        if isinstance(module, Failure):
+            ran[name] = Runner(name=name, samples_s=(), rounds=(), failure=module)
+        else:
+            assert isinstance(row.compiled, Estimate)
+            modules[name], peaks[name] = module, row.compiled.peak_memory_bytes
+
+    def tell(text: str) -> None:
+        ledger.tell(Stage.PROFILE, 0, len(modules), text)
+
+    with _bench(ledger, settings) as bench:
+        ran |= timing.in_rounds(
+            bench,
+            modules,
+            peaks,
+            rounds=settings.rounds,
+            seed=ledger.seed,
+            # Half is for what programs need while they run, and for sixty executables.
+            memory_bytes=ledger.target.memory_bytes // 2,
+            on_progress=tell,
+        )
+    tables = {n: by_round(r.samples_s, r.rounds) for n, r in ran.items() if r.failure is None}
+    rival = rival_of(plan, times(tables))
+    if rival is None:
+        return ran, None
+    tell(f"fresh pairs of the plan {plan} and its rival {rival}")
+    with _bench(ledger, settings) as bench:
+        try:
+            found = timing.fresh_pair(
+                bench,
+                modules[plan],
+                modules[rival],
+                limit_s=settings.pair_limit_s,
+                seed=ledger.seed + 1,
+            )
+        except timing.MeasuringError as error:
+            return ran, {"rival": rival, "failed": str(error)[:500]}
+    return ran, {"rival": rival, "failed": "", **dataclasses.asdict(found)}
+
+
+def _keeps_out(ledger: Ledger, row: Row) -> Failure | None:
+    """Why a program is not measured: it could not be compiled, or it does not fit."""
+    if not isinstance(row.compiled, Estimate):
+        return row.compiled if isinstance(row.compiled, Failure) else None
+    if row.compiled.peak_memory_bytes <= ledger.limit_bytes:
+        return None
+    return timing.too_large(row.compiled.peak_memory_bytes, ledger.limit_bytes)
+
+
+@contextlib.contextmanager
+def _bench(ledger: Ledger, settings: Settings) -> Iterator[ChildBench]:
+    """A child process with nothing but the inputs in it.
+
+    Raises:
+      timing.MeasuringError: the initial state cannot be made.
+    """
+    program = ledger.subjects[0].analysis.program
+    bench = ChildBench(ledger.settings("fidelity"), time_limit_s=settings.call_limit_s)
+    try:
+        failure = bench.set_inputs(
+            lower_init(program, ledger.target),
+            [sample_batch(program, ledger.seed + k) for k in range(_BATCHES)],
+        )
+        if failure is not None:
+            raise timing.MeasuringError(f"the initial state cannot be made: {failure.message}")
+        yield bench
+    finally:
+        bench.close()
+
+
+def program_to_json(
+    name: str, groups: Sequence[str], row: Row, ran: Runner, place: int | None
+) -> dict[str, Any]:
+    """One program as results hold it.
+
+    Args:
+      place: in the ranking of the search, 0 for the plan; None if it was not there.
+    """
+    failure = ran.failure
+    return {
+        "name": name,
+        "groups": list(groups),
+        "baseline": row.baseline,
+        "place": place,
+        "candidate": row.candidate.to_json(),
+        "rung1": rung_to_json(row.propagated),
+        "rung2": rung_to_json(row.compiled),
+        "failure": None
+        if failure is None
+        else {"stage": failure.stage, "kind": failure.kind, "message": failure.message[:500]},
+        "samples_s": list(ran.samples_s),
+        "rounds": list(ran.rounds),
+    }
+
+
+def rung_to_json(outcome: Estimate | Failure | None) -> dict[str, Any] | None:
+    """An estimate's figures with the bytes and executions of each kind of collective."""
+    if outcome is None:
+        return None
+    if isinstance(outcome, Failure):
+        return {"failure": outcome.kind, "message": outcome.message[:300]}
+    counts: dict[str, int] = {}
+    for one in outcome.collectives:
+        counts[one.kind] = counts.get(one.kind, 0) + one.count
+    return {
+        **{name: getattr(outcome, name) for name in _RUNG},
+        "bytes_by_kind": outcome.bytes_by_kind(),
+        "count_by_kind": counts,
+        "elapsed_s": outcome.elapsed_s,
+    }

@@ -1,0 +1,284 @@
+"""From the JSON files of the parts to the figures of the benchmark. Pure functions.
+
+Nothing is left out for being bad: what failed, what is undecided and what was not measured counts
+as missed, and a figure whose part has not been run for every case meets no goal.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.cost import Correction
+from experiments.fidelity_parts import leave_out, ranks, regret
+from experiments.fidelity_parts.goals import judged
+from experiments.fidelity_parts.leave_out import Observation
+from experiments.fidelity_parts.sampling import DRAWN
+from experiments.fidelity_parts.store import PARTS, Store, Task, read
+
+Key = tuple[str, int]
+"""Case and number of devices."""
+
+Parts = Mapping[str, dict[str, Any] | None]
+"""Part -> what its file holds, None where there is none."""
+
+RANKED = {"top", *DRAWN}
+
+
+def load(store: Store, cases: Sequence[str], devices: Sequence[int]) -> dict[Key, Parts]:
+    """Every part of every case that there should be."""
+    return {
+        (case, count): {
+            part: read(store.result(Task(part=part, case=case, devices=count))) for part in PARTS
+        }
+        for case in cases
+        for count in devices
+    }
+
+
+def summarise(results: Mapping[Key, Parts]) -> dict[str, Any]:
+    """All figures: one row for each case, and the figures over all with their goals."""
+    observed = {rung: _observations(results, rung) for rung in ("rung1", "rung2")}
+    errors = {
+        rung: {
+            (case, count): error
+            for count, own in by_devices.items()
+            for case, error in leave_out.errors(own).items()
+        }
+        for rung, by_devices in observed.items()
+    }
+    rows = [
+        {
+            "case": case,
+            "devices": count,
+            "search": search_row(parts.get("search")),
+            "hand": hand_row(parts.get("hand")),
+            "sample": sample_row(parts.get("sample")),
+            **{f"{rung}_error": found.get((case, count)) for rung, found in errors.items()},
+        }
+        for (case, count), parts in results.items()
+    ]
+    done = {part: sum(bool(parts.get(part)) for parts in results.values()) for part in PARTS}
+    incomplete = [part for part, n in done.items() if n < len(results)]
+    figures = figures_of(rows)
+    return {
+        "cases": len(results),
+        "done": done,
+        "figures": figures,
+        "goals": [
+            {"name": j.goal.name, "value": j.value, "limit": j.goal.limit, "met": j.met}
+            for j in judged(figures, incomplete)
+        ],
+        "factors": {
+            rung: {
+                str(count): {f: _pair(c) for f, c in leave_out.factors_without(own).items()}
+                for count, own in by_devices.items()
+            }
+            for rung, by_devices in observed.items()
+        },
+        "rows": rows,
+    }
+
+
+def search_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Coverage and cost of one search; None where it was not run."""
+    if found is None:
+        return None
+    if found["failed"]:
+        return {"covered": False, "why": found["failed"]}
+    covered = found["ended"] == "finished" and found["numerics"] != "unchecked"
+    names = ("numerics", "plan_is", "candidates", "compiles", "profiles", "elapsed_s", "resumed")
+    return {"covered": covered, "why": "", **{name: found[name] for name in names}}
+
+
+def hand_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The plan against the hand layouts of one case; None where it was not run."""
+    if found is None:
+        return None
+    if found["failed"]:
+        return {"count": 0, "met": 0, "why": found["failed"], "worst": None, "data_or_fsdp": None}
+    rows = found["rows"]
+    ratios = {row["layout"]: row["ratio"] for row in rows if row["ratio"] is not None}
+    plain = [ratio for layout, ratio in ratios.items() if _is_data_or_fsdp(layout)]
+    return {
+        "count": len(rows),
+        "met": sum(row["verdict"] == "met" for row in rows),
+        "undecided": sum(row["verdict"] == "undecided" for row in rows),
+        "why": "",
+        "worst": max(ratios.values(), default=None),
+        "worst_layout": max(ratios, key=lambda name: ratios[name], default=""),
+        # The better of the two is the one that the plan's ratio is larger to.
+        "data_or_fsdp": max(plain, default=None),
+    }
+
+
+def _is_data_or_fsdp(layout: str) -> bool:
+    return layout == "data parallel" or (layout.startswith("fsdp") and " x " not in layout)
+
+
+def sample_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Regret and rank correlation of one case; None where it was not measured."""
+    if found is None:
+        return None
+    if found["failed"]:
+        return {"why": found["failed"], "programs": 0, "measured": 0, **regret.regret(None)}
+    programs = {p["name"]: p for p in found["programs"]}
+    tables = tables_of(found)
+    measured = ranks.times(tables)
+    places = {name: p["place"] for name, p in programs.items()}
+    figures = regret.regret(found["fresh"])
+    own = figures["regret"]
+    parallel = [measured[n] for n in measured if programs[n]["baseline"] == "data parallel"]
+    plan, dp_s = measured.get(found["plan"]), min(parallel, default=None)
+    top = regret.best_in_top(places, measured, tables)
+    return {
+        "why": (found["fresh"] or {}).get("failed", "") if own is None else "",
+        "programs": len(programs),
+        "measured": len(measured),
+        "too_large": sum((p["failure"] or {}).get("kind") == "oom" for p in programs.values()),
+        "failed": len(programs) - len(measured),
+        "whole_space": found["whole_space"],
+        "plan_is": programs[found["plan"]]["baseline"],
+        **figures,
+        "top3_strict": top["strict"],
+        "top3": top["tied"],
+        "speed_up_plan": dp_s / plan if dp_s and plan else None,
+        "speed_up_best": dp_s / min(measured.values()) if dp_s else None,
+        "speed_up_share": None if own is None else 1.0 / (1.0 + own),
+        **{f"{rung}_tau": tau_of(found, rung) for rung in ("rung1", "rung2")},
+        **{f"{rung}_tau_near": tau_of(found, rung, near=True) for rung in ("rung1", "rung2")},
+    }
+
+
+def tables_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """The rounds of every program that was measured."""
+    return {
+        p["name"]: ranks.by_round(p["samples_s"], p["rounds"])
+        for p in found["programs"]
+        if p["failure"] is None
+    }
+
+
+def tau_of(found: Mapping[str, Any], rung: str, near: bool = False) -> dict[str, Any] | None:
+    """Rank correlation over the sample and rung 1's best; what else was measured is left out.
+
+    Args:
+      near: only over those within `ranks.NEAR` times the fastest.
+    """
+    ranked = [p for p in found["programs"] if RANKED & set(p["groups"]) and _seconds(p, rung)]
+    names = {p["name"] for p in ranked}
+    tables = {name: table for name, table in tables_of(found).items() if name in names}
+    if near:
+        kept = ranks.near(ranks.times(tables))
+        tables = {name: tables[name] for name in kept}
+    return ranks.correlation({p["name"]: p[rung]["time_s"] for p in ranked}, tables)
+
+
+def observations(found: Mapping[str, Any], rung: str) -> list[Observation]:
+    """What a rung predicts of each measured program of a case."""
+    measured = ranks.times(tables_of(found))
+    return [
+        Observation(
+            family=found["family"],
+            case=found["case"],
+            name=p["name"],
+            compute_s=p[rung]["compute_s"],
+            communication_s=p[rung]["communication_s"],
+            measured_s=measured[p["name"]],
+        )
+        for p in found["programs"]
+        if p["name"] in measured and _seconds(p, rung)
+    ]
+
+
+def _seconds(program: Mapping[str, Any], rung: str) -> float | None:
+    said = program[rung]
+    return said.get("time_s") if said else None
+
+
+def _observations(results: Mapping[Key, Parts], rung: str) -> dict[int, list[Observation]]:
+    found: dict[int, list[Observation]] = {}
+    for (_, count), parts in results.items():
+        sample = parts.get("sample")
+        if sample and not sample["failed"]:
+            found.setdefault(count, []).extend(observations(sample, rung))
+    return found
+
+
+def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures over all cases. What has no value counts as the worst there is."""
+    searches = [row["search"] for row in rows if row["search"]]
+    hands = [row["hand"] for row in rows if row["hand"]]
+    samples = [row["sample"] for row in rows if row["sample"]]
+    of_sample = [row for row in rows if row["sample"]]
+    regrets = [_or(s["regret"], math.inf) for s in samples]
+    found: dict[str, Any] = {
+        "coverage": _share([s["covered"] for s in searches]),
+        "hand_count": sum(h["count"] for h in hands),
+        "hand_undecided": sum(h.get("undecided", 0) for h in hands),
+        # Without a plan there is nothing to compare: missed once.
+        "hand_met": _over(
+            sum(h["met"] for h in hands), sum(h["count"] or bool(h["why"]) for h in hands)
+        ),
+        "data_or_fsdp_median": _median(
+            [h["data_or_fsdp"] for h in hands if h["data_or_fsdp"] is not None]
+        ),
+        "plan_is_baseline": sum(bool(_baseline(row)) for row in rows),
+        "regret_median": _median(regrets),
+        "regret_worst": _finite(max(regrets, default=math.inf)),
+        "regret_undecided": sum(not s["decided"] for s in samples),
+        "best_in_top_3": _share([s.get("top3", False) for s in samples]),
+        "best_in_top_3_strict": _share([s.get("top3_strict", False) for s in samples]),
+        "top_1": _share([s["top1"] for s in samples]),
+        "speed_up_share_worst": min(
+            (_or(s.get("speed_up_share"), 0.0) for s in samples), default=None
+        ),
+        "programs_least": min((s["measured"] for s in samples), default=None),
+    }
+    for rung in ("rung1", "rung2"):
+        taus = [s.get(f"{rung}_tau") for s in samples]
+        found[f"{rung}_tau"] = _median([t["tau"] if t else 0.0 for t in taus])
+        found[f"{rung}_tau_share"] = _median([_or(t["share"], 0.0) if t else 0.0 for t in taus])
+        # Where hardly anything is near the best, or all of it is equal, there is nothing to rank.
+        near = [t for s in samples if (t := s.get(f"{rung}_tau_near"))]
+        found[f"{rung}_tau_near_share"] = _median(
+            [t["share"] for t in near if t["share"] is not None]
+        )
+        found["near_count"] = len(near)
+        found[f"{rung}_error"] = _median([_or(row[f"{rung}_error"], math.inf) for row in of_sample])
+    seconds = [s["elapsed_s"] for s in searches if "elapsed_s" in s]
+    for name in ("candidates", "compiles", "profiles"):
+        found[f"{name}_median"] = _median([s[name] for s in searches if name in s])
+    for name in ("all", "propagate", "compile", "profile"):
+        found[f"{name}_s_median"] = _median([s.get(name, 0.0) for s in seconds])
+    return found
+
+
+def _baseline(row: Mapping[str, Any]) -> str:
+    """The baseline that the plan is itself, by the search or by the program that was measured."""
+    parts = (row["search"] or {}, row["sample"] or {})
+    return next((part["plan_is"] for part in parts if part.get("plan_is")), "")
+
+
+def _pair(factors: Correction) -> list[float]:
+    return [factors.compute, factors.communication]
+
+
+def _or(value: float | None, other: float) -> float:
+    return other if value is None else value
+
+
+def _share(said: Sequence[bool]) -> float | None:
+    return _over(sum(said), len(said))
+
+
+def _over(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return _finite(statistics.median(values)) if values else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

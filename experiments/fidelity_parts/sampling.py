@@ -1,0 +1,207 @@
+"""Which programs of a case are measured: by chance with a fixed seed, rung 1's best, the plan's.
+
+At least `fitting` candidates that fit are drawn: half by `Space.sample`, a quarter by walks of up
+to four decisions from the baselines, the rest by such walks from rung 1's ten best, so that not all
+layouts are absurd. Rung 1's ten best, the programs that the search measured and the fastest of each
+baseline come on top; more walks from the best fill up to `total` distinct programs that fit. A
+space that has no more programs than that is taken whole. Nothing is left out for what rung 1 says
+of it, but for the bytes of its state alone; what does not fit stays in the list and says so.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from autoshard.budget import Budget, Callback
+from autoshard.driver.compiling import Compiling
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.driver.promoting import baseline_rows, promoted
+from autoshard.driver.propagating import propagate_all
+from autoshard.journal import Journal
+from autoshard.layout import Candidate
+from autoshard.pricing import cost_model
+from autoshard.rungs.propagate import Propagator
+from autoshard.subjects import make_subject, trace_all
+from autoshard.target import find_target
+from experiments.agreement import walk
+from experiments.draws import Draw, Draws, uniform
+from experiments.fidelity_parts.store import Case, Store, Task
+
+DRAWN = ("uniform", "near baselines", "near best")
+"""Groups of the sample; "top" is rung 1's ten best. Rank correlation is over these and "top"."""
+
+_PATIENCE = 2000  # draws without a new program, after which the space counts as exhausted
+_HEADROOM = 0.05  # of the memory: the default of `autoshard.search`
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is sampled: `fitting` drawn by chance, `top` of rung 1, `total` programs in all."""
+
+    fitting: int = 30
+    top: int = 10
+    total: int = 48
+    at_once: int = 8  # compiled between two looks at how many fit
+
+
+@dataclasses.dataclass(slots=True)
+class Chosen:
+    """One program of the sample: a row of the ledger, and every group that it belongs to."""
+
+    row: int
+    groups: list[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The programs that are compiled and, where they fit, measured.
+
+    Attributes:
+      finalists: rows that stand for what the search measured, the plan first.
+      whole: the space has no other programs.
+      skipped: drawn candidates left out because their state alone is too large.
+    """
+
+    programs: tuple[Chosen, ...]
+    finalists: tuple[int, ...]
+    whole: bool
+    skipped: int
+
+
+def open_ledger(
+    task: Task,
+    case: Case,
+    store: Store,
+    journal: Journal,
+    *,
+    seed: int,
+    budget: Budget,
+    callbacks: Sequence[Callback] = (),
+) -> Ledger:
+    """The ledger of a search on the case, before its first rung, as `autoshard.search` makes it."""
+    target = find_target(jax.devices()[: task.devices])
+    (program,), _ = trace_all(case.workload, None, False)
+    return Ledger(
+        subjects=[make_subject(program, target, "free", None)],
+        target=target,
+        cost=cost_model(target, store.calibration),
+        budget=budget,
+        journal=journal,
+        callbacks=tuple(callbacks),
+        seed=seed,
+        limit_bytes=int(target.memory_bytes * (1 - _HEADROOM)),
+        folder=store.run_folder(task),
+    )
+
+
+def choose(ledger: Ledger, finalists: Sequence[Candidate], size: Size) -> Sample:
+    """Picks the sample and compiles it. Rung 1 and compiled programs in the journal are replayed.
+
+    Args:
+      finalists: what the search measured, the plan first; they get the group "finalists".
+    """
+    propagate_all(ledger, None, 1.0)
+    compiling = Compiling(ledger, None)
+    picks = _Picks(ledger)
+    top = promoted(ledger, size.top, [])
+    picks.add("top", top)
+    picks.add("baselines", baseline_rows(ledger))
+    standing = tuple(picks.add("finalists", picks.find(finalists)))
+    with compiling.opened():
+        if picks.whole_space(size.total):
+            picks.add("uniform", range(len(ledger.rows)))
+            compiling.compile(picks.rows(), 1.0)
+            return Sample(programs=tuple(picks.chosen), finalists=standing, whole=True, skipped=0)
+        compiling.compile(picks.rows(), 1.0)
+        draws = Draws(ledger, set(), _PATIENCE)
+        best = [ledger.rows[i].candidate for i in top]
+        near_best = functools.partial(walk, best)
+        kinds: tuple[tuple[str, Draw, int], ...] = (
+            ("uniform", uniform, size.fitting // 2),
+            ("near baselines", functools.partial(walk, ()), size.fitting * 3 // 4),
+            ("near best", near_best, size.fitting),
+        )
+        drawn: list[int] = []
+        for group, draw, wanted in kinds:
+            source = draws.rows(draw)
+            while len(ledger.fitting(drawn)) < wanted:
+                more = wanted - len(ledger.fitting(drawn))
+                some = picks.take(group, source, min(more, size.at_once))
+                if not some:
+                    break
+                compiling.compile([i for i in some if ledger.rows[i].compiled is None], 1.0)
+                drawn += some
+        source = draws.rows(near_best)
+        while (lack := size.total - len(ledger.fitting(picks.rows()))) > 0:
+            some = picks.take("filling", source, min(lack, size.at_once))
+            if not some:
+                break
+            compiling.compile([i for i in some if ledger.rows[i].compiled is None], 1.0)
+    return Sample(
+        programs=tuple(picks.chosen), finalists=standing, whole=False, skipped=draws.skipped
+    )
+
+
+class _Picks:
+    """The sample in the making: each program once, with all its groups."""
+
+    def __init__(self, ledger: Ledger):
+        self.chosen: list[Chosen] = []
+        self._ledger = ledger
+        self._by_program: dict[object, Chosen] = {}
+
+    def rows(self) -> list[int]:
+        return [one.row for one in self.chosen]
+
+    def add(self, group: str, rows: Sequence[int]) -> list[int]:
+        """Takes rows in; where a program is there under another row, that row stands for it."""
+        standing = []
+        for i in rows:
+            program = self._ledger.rows[i].program
+            one = self._by_program.get(program)
+            if one is None:
+                one = Chosen(row=i, groups=[])
+                self._by_program[program] = one
+                self.chosen.append(one)
+            if group not in one.groups:
+                one.groups.append(group)
+            standing.append(one.row)
+        return standing
+
+    def take(self, group: str, source: Iterator[int], count: int) -> list[int]:
+        """The next rows of a draw; those of programs already there stand for nothing new."""
+        return self.add(group, list(itertools.islice(source, count)))
+
+    def find(self, candidates: Sequence[Candidate]) -> list[int]:
+        """Rows of candidates; what this rung 1 has not judged (a plan from elsewhere) is judged."""
+        ledger = self._ledger
+        known = {row.candidate: i for i, row in reversed(list(enumerate(ledger.rows)))}
+        for candidate in candidates:
+            if candidate not in known:
+                known[candidate] = len(ledger.rows)
+                ledger.rows.append(_judged(ledger, candidate))
+        return [known[candidate] for candidate in candidates]
+
+    def whole_space(self, most: int) -> bool:
+        """Whether the ledger's rows are the whole space, in no more than so many programs."""
+        (subject,) = self._ledger.subjects
+        judged = subject.space.size() <= self._ledger.budget.candidates
+        return judged and len({row.program for row in self._ledger.rows}) <= most
+
+
+def _judged(ledger: Ledger, candidate: Candidate) -> Row:
+    (subject,) = ledger.subjects
+    layout = candidate.layout
+    specs = subject.space.specs(layout)
+    return Row(
+        subject=0,
+        candidate=candidate,
+        baseline="",
+        program=(0, layout if layout.as_written else specs.key()),
+        propagated=Propagator(subject.analysis_for(layout)).judge(
+            subject.space, layout, ledger.cost
+        ),
+    )

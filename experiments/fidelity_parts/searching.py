@@ -1,0 +1,103 @@
+"""The search part: `autoshard.search` on a case as a user would call it, and what it cost."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import autoshard
+from autoshard.plan import Plan
+from autoshard.trial import Failure, Measurement, Stage, Trial
+from experiments.fidelity_parts.store import Case, Store, Task, provenance, write
+
+
+def run(
+    task: Task,
+    case: Case,
+    store: Store,
+    *,
+    scale: str,
+    seed: int,
+    budget: autoshard.Budget,
+    callbacks: tuple[Callable[[autoshard.Event], None], ...] = (),
+) -> None:
+    """Searches, saves the plan and writes the result; a search that fails is a result too.
+
+    The journal stays under the runs: an interrupted search goes on from it.
+    """
+    folder = store.run_folder(task)
+    journal = folder / "search.jsonl"
+    figures: dict[str, Any] = {
+        **provenance(task, case, scale, seed),
+        "budget": dataclasses.asdict(budget),
+        "resumed": journal.exists(),
+    }
+    try:
+        plan = autoshard.search(
+            case.workload,
+            jax.devices()[: task.devices],
+            budget=budget,
+            journal=journal,
+            calibration=store.calibration,
+            seed=seed,
+            callbacks=callbacks,
+        )
+    except Exception as error:  # whatever keeps a case from having a plan belongs in the table
+        figures["failed"] = f"{type(error).__name__}: {error}"[:2000]
+    else:
+        if plan.evidence.ended == "interrupted":
+            raise KeyboardInterrupt  # half a search is no result; its journal stays
+        figures |= figures_of(plan)
+        plan.save(str(folder / "plan.json"))
+        slim(plan).save(str(store.plan(task)))
+    write(store.result(task), figures)
+
+
+def figures_of(plan: Plan) -> dict[str, Any]:
+    """What a finished search says: its plan, its numerics check, its cost."""
+    evidence, trial = plan.evidence, plan.trial
+    profiled = trial.profiled if trial else None
+    measured = profiled if isinstance(profiled, Measurement) else None
+    return {
+        "failed": "",
+        "ended": evidence.ended,
+        "numerics": measured.numerics if measured else "unchecked",
+        "numerics_error": measured.numerics_error if measured else None,
+        "step_s": measured.median_s if measured else None,
+        "plan": plan.candidate.to_json(),
+        "plan_is": trial.baseline if trial else "",
+        "axes": [[name, size] for name, size, _ in evidence.axes],
+        "memory_limit_bytes": evidence.memory_limit_bytes,
+        "candidates": len(evidence.trials),
+        "compiles": sum(_was_compiled(t) for t in evidence.trials),
+        "profiles": sum(t.profiled is not None for t in evidence.trials),
+        "failures": sorted({_in_words(t.failure) for t in evidence.trials if t.failure}),
+        "false_rejections": evidence.false_rejections,
+        "elapsed_s": dict(evidence.elapsed_s),
+        "correction": list(evidence.correction),
+        "constants_digest": evidence.constants_digest,
+        "notes": list(evidence.notes),
+    }
+
+
+def _was_compiled(trial: Trial) -> bool:
+    rejected = isinstance(trial.compiled, Failure) and trial.compiled.stage is Stage.PROPAGATE
+    return trial.compiled is not None and not rejected
+
+
+def _in_words(failure: Failure) -> str:
+    return f"{failure.stage}: {failure.kind}: {(failure.message.splitlines() or [''])[0][:200]}"
+
+
+def slim(plan: Plan) -> Plan:
+    """The same plan with the trials of its ranking alone: small enough to be kept for good."""
+    evidence = plan.evidence
+    found = copy.copy(plan)
+    found.evidence = dataclasses.replace(
+        evidence,
+        trials=tuple(evidence.trials[i] for i in evidence.ranking),
+        ranking=tuple(range(len(evidence.ranking))),
+    )
+    return found

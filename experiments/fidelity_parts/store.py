@@ -1,0 +1,150 @@
+"""Where the results of the benchmark stand: one JSON file for each part, written whole or not."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from autoshard import Workload
+
+PARTS = ("search", "sample", "hand")
+"""The parts that are run, in this order; the report is made from what they leave."""
+
+_NUMBERS = re.compile(r'\[\s+([^\[\]{}"]*?)\s+\]')
+
+
+class Case(Protocol):
+    """What the benchmark asks of a case, see `experiments/zoo/case.py`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def sample(self) -> Callable[[int], Any]: ...
+
+    def workload(self) -> Workload: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One part of one case on so many devices."""
+
+    part: str
+    case: str
+    devices: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """Folders of the benchmark.
+
+    Attributes:
+      results: what is kept: a JSON file for each part, and the plans.
+      runs: journals and what else an interrupted part goes on from.
+    """
+
+    results: pathlib.Path
+    runs: pathlib.Path
+
+    def result(self, task: Task) -> pathlib.Path:
+        return self.results / f"{task.case}-{task.devices}" / f"{task.part}.json"
+
+    def plan(self, task: Task) -> pathlib.Path:
+        return self.result(task).with_name("plan.json")
+
+    def run_folder(self, task: Task) -> pathlib.Path:
+        """Made when missing."""
+        folder = (self.runs / f"{task.case}-{task.devices}").absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @property
+    def calibration(self) -> pathlib.Path:
+        """One calibration for all cases: the constants that they share."""
+        return self.runs / "calibration"
+
+
+def read(path: pathlib.Path) -> dict[str, Any] | None:
+    """What a part wrote; None where there is nothing, or nothing whole."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def write(path: pathlib.Path, data: dict[str, Any]) -> None:
+    """Writes JSON, whole or not at all; lists of numbers stand on one line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(data, indent=1, allow_nan=False)
+    text = _NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def missing(
+    store: Store, cases: Sequence[str], devices: Sequence[int], parts: Sequence[str], retry: bool
+) -> Iterator[Task]:
+    """What is still to do, in the order of cases. Asked one by one: a part may finish meanwhile.
+
+    Args:
+      retry: parts whose file says that they failed, or lost something, count as missing too.
+    """
+    for case in cases:
+        for count in devices:
+            for part in parts:
+                task = Task(part=part, case=case, devices=count)
+                found = read(store.result(task))
+                if found is None or (retry and (found.get("failed") or found.get("lost"))):
+                    yield task
+
+
+def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:
+    """What every result says of where it comes from."""
+    names = ("autoshard", "jax", "jaxlib", "numpy", "scipy", "flax", "optax")
+    return {
+        "part": task.part,
+        "case": task.case,
+        "family": case.family,
+        "devices": task.devices,
+        "scale": scale,
+        "seed": seed,
+        "machine": f"{platform.machine()} {_processor()}".strip(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_at_start": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: version for name in names if (version := _version(name))},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")

@@ -1,0 +1,261 @@
+"""The tables of the benchmark, on a terminal and as Markdown; what misses its goal is red."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich.table
+import rich.text
+
+from experiments.fidelity_parts.goals import GOALS, Goal, shown
+
+BEGIN, END = "<!-- fidelity tables: begin -->", "<!-- fidelity tables: end -->"
+"""What stands between these lines of a page is written by the report."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """Text, red where it misses a goal."""
+
+    text: str
+    red: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table before anybody knows where it is printed."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def all_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """Every table of the report."""
+    rows = summary["rows"]
+    return [
+        goals_table(summary),
+        Table(
+            title="Regret and the plan among what people write",
+            heads=(
+                "case",
+                "devices",
+                "programs",
+                "not measured",
+                "plan is",
+                "regret",
+                "95 %",
+                "in top 3",
+                "plan, best over DP",
+                "hand met",
+                "worst ratio",
+                "to DP or FSDP",
+            ),
+            rows=tuple(_regret_row(row) for row in rows),
+        ),
+        Table(
+            title="Rank correlation with measured times: tau (its share of the ceiling)",
+            heads=(
+                "case",
+                "devices",
+                "ceiling",
+                "rung 1",
+                "rung 2",
+                "programs",
+                "near: ceiling",
+                "rung 1",
+                "rung 2",
+                "programs",
+                "error rung 1",
+                "error rung 2",
+            ),
+            rows=tuple(_rank_row(row) for row in rows),
+        ),
+        Table(
+            title="Coverage and cost of the search",
+            heads=(
+                "case",
+                "devices",
+                "numerics",
+                "candidates",
+                "compiles",
+                "profiles",
+                "seconds",
+                "rung 1",
+                "rung 2",
+                "rung 3",
+            ),
+            rows=tuple(_cost_row(row) for row in rows),
+        ),
+    ]
+
+
+def goals_table(summary: Mapping[str, Any]) -> Table:
+    """Each figure beside its goal, then those that have none."""
+    by_name = {goal.name: goal for goal in GOALS}
+    rows = []
+    for one in summary["goals"]:
+        goal = by_name[one["name"]]
+        done = f"{summary['done'][goal.part]} of {summary['cases']}"
+        value = Cell(shown(one["value"], goal.style), red=not one["met"])
+        rows.append((Cell(goal.text), value, Cell(goal.in_words()), Cell(done)))
+    figures = summary["figures"]
+    besides = (
+        ("plan over the better of data parallel and FSDP, median", "data_or_fsdp_median", "ratio"),
+        ("best program among the search's first 3, strictly", "best_in_top_3_strict", "percent"),
+        (
+            "rung 2: tau over its ceiling, within 1.5 times the best",
+            "rung2_tau_near_share",
+            "ratio",
+        ),
+        (
+            "rung 1: tau over its ceiling, within 1.5 times the best",
+            "rung1_tau_near_share",
+            "ratio",
+        ),
+    )
+    for text, name, style in besides:
+        rows.append((Cell(text), Cell(shown(figures[name], style)), Cell(""), Cell("")))
+    for text, name in (
+        ("cases whose plan is itself a baseline", "plan_is_baseline"),
+        ("hand layouts compared", "hand_count"),
+        ("of these undecided, counted as missed", "hand_undecided"),
+        ("cases whose fresh pairs are undecided", "regret_undecided"),
+        ("fewest programs measured for a case", "programs_least"),
+        ("cases with three or more ranked programs within 1.5 times the best", "near_count"),
+    ):
+        count = figures[name]
+        rows.append((Cell(text), Cell("-" if count is None else str(count)), Cell(""), Cell("")))
+    return Table(title="Goals", heads=("figure", "value", "goal", "cases done"), rows=tuple(rows))
+
+
+def _goal(name: str) -> Goal:
+    return next(goal for goal in GOALS if goal.name == name)
+
+
+def _judged(value: float | None, name: str) -> Cell:
+    """A figure of one case against the goal for the worst of them."""
+    goal = _goal(name)
+    return Cell(shown(value, goal.style), red=not goal.met(value))
+
+
+def _head(row: Mapping[str, Any]) -> tuple[Cell, Cell]:
+    return Cell(row["case"]), Cell(str(row["devices"]))
+
+
+def _regret_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
+    sample, hand = row["sample"], row["hand"]
+    cells = [*_head(row)]
+    if sample is None:
+        cells += [Cell("not run", red=True), *[Cell("")] * 6]
+    elif sample["regret"] is None:
+        cells += [Cell(sample["why"][:60] or "no fresh pairs", red=True), *[Cell("")] * 6]
+    else:
+        interval = f"{100 * sample['low']:.1f} to {100 * sample['high']:.1f} %"
+        ups = [shown(sample[f"speed_up_{which}"], "ratio") for which in ("plan", "best")]
+        cells += [
+            Cell(str(sample["programs"]) + (", all" if sample["whole_space"] else "")),
+            Cell(str(sample["failed"])),
+            Cell(sample["plan_is"] or "its own"),
+            _judged(sample["regret"], "regret_worst"),
+            Cell(interval if sample["decided"] else f"{interval}, undecided", not sample["top1"]),
+            Cell("yes" if sample["top3"] else "no", red=not sample["top3"]),
+            Cell(", ".join(ups)),
+        ]
+    if hand is None:
+        return (*cells, Cell("not run", red=True), Cell(""), Cell(""))
+    if hand["why"]:
+        return (*cells, Cell(hand["why"][:60], red=True), Cell(""), Cell(""))
+    if not hand["count"]:
+        return (*cells, Cell("none written"), Cell(""), Cell(""))
+    missed = hand["met"] < hand["count"]
+    worst = shown(hand["worst"], "ratio")
+    return (
+        *cells,
+        Cell(f"{hand['met']} of {hand['count']}", red=missed),
+        Cell(f"{worst} {hand['worst_layout']}".strip(), red=missed),
+        Cell(shown(hand["data_or_fsdp"], "ratio")),
+    )
+
+
+def _rank_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
+    sample = row["sample"] or {}
+    cells = [*_head(row)]
+    for kind in ("tau", "tau_near"):
+        taus = {rung: sample.get(f"{rung}_{kind}") for rung in ("rung1", "rung2")}
+        some = taus["rung2"] or taus["rung1"]
+        cells.append(Cell(shown(some["ceiling"] if some else None, "ratio")))
+        for rung, found in taus.items():
+            if found is None:
+                cells.append(Cell("-", red=kind == "tau"))
+                continue
+            text = f"{found['tau']:.2f} ({shown(found['share'], 'ratio')})"
+            met = _goal(f"{rung}_tau_share").met(found["share"])
+            cells.append(Cell(text, red=kind == "tau" and not met))
+        cells.append(Cell(str(some["count"]) if some else "-"))
+    return (
+        *cells,
+        *(_judged(row[f"{rung}_error"], f"{rung}_error") for rung in ("rung1", "rung2")),
+    )
+
+
+def _cost_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
+    search = row["search"]
+    if search is None:
+        return (*_head(row), Cell("not run", red=True), *[Cell("")] * 7)
+    if "numerics" not in search:
+        return (*_head(row), Cell(search["why"][:60], red=True), *[Cell("")] * 7)
+    seconds = search["elapsed_s"]
+    whole = seconds["all"]
+    shares = [
+        Cell(f"{100 * seconds.get(rung, 0.0) / whole:.0f} %" if whole else "-")
+        for rung in ("propagate", "compile", "profile")
+    ]
+    return (
+        *_head(row),
+        Cell(search["numerics"], red=not search["covered"]),
+        *(Cell(str(search[name])) for name in ("candidates", "compiles", "profiles")),
+        # A search that went on from a journal says what its last process took.
+        Cell(f"{'more than ' if search['resumed'] else ''}{whole:.0f}"),
+        *shares,
+    )
+
+
+def as_rich(table: Table) -> rich.table.Table:
+    """For a terminal."""
+    found = rich.table.Table(*table.heads, title=table.title)
+    for row in table.rows:
+        found.add_row(*(rich.text.Text(c.text, style="red" if c.red else "") for c in row))
+    return found
+
+
+def as_markdown(tables: Sequence[Table]) -> str:
+    """For a page; a red cell begins with a red disc."""
+    parts = []
+    for table in tables:
+        lines = [f"### {table.title}", "", _line(table.heads), _line(["---"] * len(table.heads))]
+        lines += [
+            _line([f"\N{LARGE RED CIRCLE} {c.text}" if c.red and c.text else c.text for c in row])
+            for row in table.rows
+        ]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def put_into(page: pathlib.Path, markdown: str) -> None:
+    """Writes tables between the two markers of a page.
+
+    Raises:
+      ValueError: the page has no such markers, or not in this order.
+    """
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"got a page {page} without the lines {BEGIN!r} and {END!r} in this order")
+    page.write_text(f"{before}{BEGIN}\n\n{markdown}\n{END}{after}", encoding="utf-8")

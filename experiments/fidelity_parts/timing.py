@@ -1,0 +1,122 @@
+"""Step times of many programs: rounds in which every program runs, and fresh pairs.
+
+Unlike the race of a search, no program ever leaves: the slow ones are needed for rank correlation.
+Programs run in a child process of their own, not in the one that searched.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+from autoshard.module import Module
+from autoshard.rungs.bench import Benches
+from autoshard.rungs.race import RaceSettings, Runner, race
+from autoshard.trial import Failure, Kind, Stage
+from experiments import pairs
+
+
+class MeasuringError(RuntimeError):
+    """A program that had to run did not."""
+
+
+def in_rounds(
+    bench: Benches,
+    programs: Mapping[str, Module],
+    peak_bytes: Mapping[str, int],
+    *,
+    rounds: int,
+    seed: int,
+    memory_bytes: int,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Runner]:
+    """Runs every program once in each round, in a fresh random order; all samples are kept.
+
+    Each is first loaded and run by itself: a program that kills the child costs only itself then.
+    Steps shorter than 10 ms are repeated within a turn, as in the races of a search.
+
+    Args:
+      bench: its inputs are set.
+      peak_bytes: what each program needs on a device. Where not all fit at once, a round runs them
+        in blocks, with three steps a turn.
+
+    Returns:
+      One entry for each program; those that failed say why.
+    """
+    failed: dict[str, Runner] = {}
+    for done, (name, module) in enumerate(programs.items()):
+        on_progress(f"trying {name}, {done} of {len(programs)} done")
+        outcome: object = bench.load(name, module)
+        if not isinstance(outcome, Failure):
+            outcome = bench.run(name, 1)
+        bench.unload(name)
+        if isinstance(outcome, Failure):
+            failed[name] = Runner(name=name, samples_s=(), rounds=(), failure=outcome)
+    order = [name for name in programs if name not in failed]
+    on_progress(f"running {len(order)} programs in {rounds} rounds")
+    begun = 0
+
+    def progress() -> bool:
+        nonlocal begun
+        begun += 1
+        on_progress(f"round {begun} of {rounds}")
+        return False
+
+    result = race(
+        order,
+        bench.run,
+        seed=seed,
+        # Nobody is judged before the last round is over, so nobody is dropped.
+        settings=RaceSettings(max_rounds=rounds, min_rounds=rounds + 1, hopeless=math.inf),
+        should_stop=progress,
+        load=lambda name: bench.load(name, programs[name]),
+        unload=bench.unload,
+        candidate_bytes=peak_bytes,
+        memory_bytes=memory_bytes,
+    )
+    ran = {runner.name: runner for runner in result.runners} | failed
+    return {name: ran[name] for name in programs}
+
+
+def fresh_pair(
+    bench: Benches, first: Module, second: Module, *, limit_s: float, seed: int
+) -> pairs.Comparison:
+    """Interleaved pairs of two programs; times are the bench's, taken beside the devices.
+
+    Raises:
+      MeasuringError: one of them failed.
+    """
+    now_s = 0.0
+
+    def runner(name: str, module: Module) -> Callable[[], None]:
+        _must(name, bench.load(name, module))
+
+        def run() -> None:
+            nonlocal now_s
+            samples = bench.run(name, 1)
+            _must(name, samples)
+            assert not isinstance(samples, Failure)
+            now_s += sum(samples)
+
+        return run
+
+    return pairs.compare(
+        runner("first", first),
+        runner("second", second),
+        limit_s=limit_s,
+        seed=seed,
+        clock=lambda: now_s,
+    )
+
+
+def _must(name: str, outcome: object) -> None:
+    if isinstance(outcome, Failure):
+        raise MeasuringError(f"{name} failed in fresh pairs: {outcome.kind}, {outcome.message}")
+
+
+def too_large(peak_bytes: int, limit_bytes: int) -> Failure:
+    """What is recorded of a program that does not fit."""
+    return Failure(
+        stage=Stage.COMPILE,
+        kind=Kind.OOM,
+        message=f"needs {peak_bytes} bytes a device, the limit is {limit_bytes}",
+        missing_bytes=peak_bytes - limit_bytes,
+    )

@@ -1,0 +1,206 @@
+"""The rule tables: how each project lays out models of its kind, with its source.
+
+`HAND_LAYOUTS` says which of them people write for which model. Not in plain `jax.jit`, and so left
+out: tables of a recommender that lie whole on one device each (Naumov et al. 2019), since every
+array lies on every device of its mesh; cutting each table by columns (TorchRec) exchanges the same.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any  # the configs of the models have no narrower type
+
+from experiments.handwritten.layouts import HandLayout, Table
+from experiments.handwritten_pod import maxtext
+
+Maker = Callable[[int, Any], Iterator[HandLayout]]
+"""(number of devices, the model's config) -> layouts."""
+
+# One example, or one node or edge of a batch of graphs, is on one device.
+BY_BATCH: Table = {
+    "batch": ("data",),
+    "expert_batch": ("data",),
+    "nodes": ("data",),
+    "edges": ("data",),
+}
+
+# ZeRO-3 (Rajbhandari et al. 2020), in MaxText's way: all matrices are divided along the width of
+# the residual stream (base.yml, `logical_axis_rules`: embed to fsdp). Where there is no such width,
+# as in convolutions, in big_vision's way: the largest dimension that the devices divide
+# (google-research/big_vision, big_vision/sharding.py, `fsdp`). The latter keeps arrays of up to
+# 4 MiB whole and MaxText its norms: "vectors whole" is either's at any size.
+FULLY_SHARDED: Table = dict.fromkeys(("embed", "embed_vocab", "embed_moe", "norm"), ("data",))
+
+# Megatron-LM (Shoeybi et al. 2019, section 3): column-parallel into heads, mlp and vocabulary,
+# row-parallel out of them. Each is one matmul's output and the next one's contraction, so that no
+# parameter is ever gathered. For Mamba its channels (Dao & Gu 2024, section 8.1), for T5 the same
+# names in T5X (`standard_logical_axis_rules`), for a GRU the units of all gates.
+TENSOR_PARALLEL: Table = dict.fromkeys(
+    ("heads", "kv_heads", "mlp", "mlp_moe", "hidden", "vocab"), ("model",)
+)
+
+# GShard (Lepikhin et al. 2020, section 3.2): the devices that share the batch share the experts;
+# tokens travel, and everything else is on every device.
+EXPERT_PARAMS: Table = {"exp": ("expert",)}
+EXPERT_ACTIVATIONS: Table = {
+    "batch": ("data", "expert"),
+    "expert": ("expert",),
+    "expert_batch": ("data",),
+}
+
+
+def replicated(devices: int, config: Any = None) -> HandLayout:
+    """Every device does everything; what the others are compared with."""
+    del config
+    return HandLayout(name="replicated", axes=(("data", devices),))
+
+
+def data_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
+    """The batch is divided, every device holds the whole state."""
+    del config
+    yield HandLayout(name="data parallel", axes=(("data", devices),), activations=BY_BATCH)
+
+
+def fsdp(devices: int, config: Any) -> Iterator[HandLayout]:
+    """As data parallel, and every parameter and moment is divided; or all but the vectors."""
+    del config
+    for name, vectors_whole in (("fsdp", False), ("fsdp, vectors whole", True)):
+        yield HandLayout(
+            name=name,
+            axes=(("data", devices),),
+            activations=BY_BATCH,
+            params=FULLY_SHARDED,
+            spread=("data",),
+            vectors_whole=vectors_whole,
+        )
+
+
+def tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
+    """Megatron alone."""
+    del config
+    yield HandLayout(
+        name="tensor parallel",
+        axes=(("model", devices),),
+        activations=TENSOR_PARALLEL,
+        params=TENSOR_PARALLEL,
+    )
+
+
+def fsdp_x_tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
+    """FSDP over `data`, Megatron over `model`, for every factorization of the devices."""
+    del config
+    for model in (m for m in range(2, devices) if devices % m == 0):
+        yield HandLayout(
+            name=f"fsdp x tensor parallel {devices // model}x{model}",
+            axes=(("data", devices // model), ("model", model)),
+            activations={**BY_BATCH, **TENSOR_PARALLEL},
+            params={**FULLY_SHARDED, **TENSOR_PARALLEL},
+            spread=("data",),
+        )
+
+
+def expert_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
+    """GShard, with as many parts of the experts as there can be."""
+    expert = max(_expert_axes(devices, config.experts), default=1)
+    if expert > 1:
+        yield HandLayout(
+            name="expert parallel",
+            axes=(("data", devices // expert), ("expert", expert)),
+            activations=EXPERT_ACTIVATIONS,
+            params=EXPERT_PARAMS,
+        )
+
+
+def maxtext_fsdp_x_expert(devices: int, config: Any) -> Iterator[HandLayout]:
+    """MaxText's rules (source and version in `maxtext`) on its mesh axes fsdp and expert."""
+    for expert in _expert_axes(devices, config.experts):
+        name = f"maxtext fsdp x expert {devices // expert}x{expert}"
+        axes = (("fsdp", devices // expert), ("expert", expert))
+        for end, activations in (
+            ("", maxtext.ACTIVATIONS),
+            (" by batch", maxtext.ACTIVATIONS_BY_BATCH),
+        ):
+            yield HandLayout(
+                name=name + end, axes=axes, activations=activations, params=maxtext.PARAMS
+            )
+
+
+def table_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
+    """DLRM (Naumov et al. 2019): tables are divided, the MLPs are data parallel.
+
+    By rows, what the devices found is summed into each one's examples; by columns, each is told the
+    values of the whole batch, and what it found goes to its examples all to all (TorchRec's
+    row-wise and column-wise sharding). A table that does not divide is on every device.
+    """
+    del config
+    axes = (("data", devices),)
+    yield HandLayout(
+        name="tables by rows",
+        axes=axes,
+        activations=BY_BATCH,
+        params={"rows": ("data",)},
+    )
+    yield HandLayout(
+        name="tables by columns",
+        axes=axes,
+        activations={**BY_BATCH, "columns": ("data",)},
+        params={"columns": ("data",)},
+        renamed={("batch", "embed"): (None, "columns")},
+        batch={"value_BF": (None, None)},
+    )
+
+
+def edge_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
+    """Edges are divided, nodes are on every device (jraph/experimental/sharded_graphnet.py)."""
+    del config
+    yield HandLayout(
+        name="edge parallel",
+        axes=(("data", devices),),
+        activations={"edges": ("data",)},
+        batch={
+            "source_E": ("edges",),
+            "destination_E": ("edges",),
+            "feature_EF": ("edges", None),
+        },
+    )
+
+
+def spatial(devices: int, config: Any) -> Iterator[HandLayout]:
+    """Data parallel, and each image's rows over two devices (GSPMD, Xu et al. 2021).
+
+    A convolution exchanges the rows at the border. A height that is odd stays whole.
+    """
+    del config
+    if devices % 2 == 0:
+        image = ("batch", "height", None, None)
+        yield HandLayout(
+            name=f"data x spatial {devices // 2}x2",
+            axes=(("data", devices // 2), ("space", 2)),
+            activations={**BY_BATCH, "height": ("space",)},
+            renamed=dict.fromkeys(
+                (("batch", None, None, "channels"), ("batch", None, None, "hidden")), image
+            ),
+            batch={"image_BHWC": image},
+        )
+
+
+def _expert_axes(devices: int, experts: int) -> list[int]:
+    return [e for e in range(2, devices + 1) if devices % e == 0 and experts % e == 0]
+
+
+_EVERYWHERE: tuple[Maker, ...] = (data_parallel, fsdp)
+_MEGATRON: tuple[Maker, ...] = (*_EVERYWHERE, tensor_parallel, fsdp_x_tensor_parallel)
+
+HAND_LAYOUTS: dict[str, tuple[Maker, ...]] = {
+    "mlp": _MEGATRON,
+    "decoder": _MEGATRON,
+    "encoder_decoder": _MEGATRON,
+    "vit": _MEGATRON,
+    "clip": _MEGATRON,
+    "state_space": _MEGATRON,
+    "recurrent": _MEGATRON,
+    "moe": (*_MEGATRON, expert_parallel, maxtext_fsdp_x_expert),
+    "resnet50": (*_EVERYWHERE, spatial),
+    "resnet152": (*_EVERYWHERE, spatial),
+    "unet": (*_EVERYWHERE, spatial),
+    "recommender": (*_EVERYWHERE, table_parallel),
+    "graph_network": (*_EVERYWHERE, edge_parallel),
+}

@@ -1,0 +1,74 @@
+"""A case of the zoo under its hand-written layouts."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import optax
+
+from experiments.handwritten import trainer
+from experiments.handwritten.layouts import HandLayout, Rules
+from experiments.handwritten.parameters import names_of
+from experiments.handwritten.rules import HAND_LAYOUTS
+
+
+class HandCase(Protocol):
+    """What a hand-written step needs of a case; as in `experiments.zoo`, of kind "nnx"."""
+
+    # Properties, so that the fields of a frozen dataclass fit.
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def make_model(self) -> Callable[[], Any]: ...
+    @property
+    def loss(self) -> Callable[..., Any]: ...
+    @property
+    def optimizer(self) -> optax.GradientTransformation: ...
+    @property
+    def sample(self) -> Callable[[int], Any]: ...
+
+
+def hand_steps(case: HandCase, device_count: int) -> dict[str, HandLayout]:
+    """Every layout that people write for this model on so many devices, by name.
+
+    Raises:
+      ValueError: there are none for a model of this name.
+    """
+    if case.name not in HAND_LAYOUTS:
+        raise ValueError(f"no hand layouts for {case.name!r}: expected one of {list(HAND_LAYOUTS)}")
+    layouts = [
+        layout for make in HAND_LAYOUTS[case.name] for layout in make(device_count, case.config)
+    ]
+    return {layout.name: layout for layout in layouts}
+
+
+def prepare(case: HandCase, layout: HandLayout, devices: list[jax.Device]) -> trainer.Prepared:
+    """The train step under `layout` on `devices`; nothing compiled, nothing allocated.
+
+    Raises:
+      ValueError: the devices that share the batch do not divide it.
+    """
+    rules = Rules.on(layout, devices)
+    return trainer.prepare(
+        rules,
+        case.make_model,
+        functools.partial(case.loss, constrain=rules.constrain),
+        functools.partial(names_of, case.name),
+        case.optimizer,
+        case.sample(0),
+    )
+
+
+def build(
+    case: HandCase, layout: HandLayout, devices: list[jax.Device], seed: int = 0
+) -> trainer.Built:
+    """The same, with its state and with the batch of `seed`; the first step compiles it."""
+    prepared = prepare(case, layout, devices)
+    return trainer.Built(
+        step=prepared.step,
+        state=prepared.init(),
+        batch=jax.device_put(case.sample(seed), prepared.batch),
+    )

@@ -1,0 +1,134 @@
+"""Search baselines: strategies that know nothing of layouts, over the same space.
+
+The space as a table of categorical parameters: a mesh shape, for every logical axis the mesh axes
+of its compute rule and of its storage rule, and whether small arrays stay whole. What the space
+does not contain is drawn again and not counted.
+"""
+
+import random
+from collections.abc import Callable
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.trial import TrialState, create_trial
+
+from autoshard.layout import Candidate, Layout
+from autoshard.space import Space
+from autoshard.strategy import Seen
+from autoshard.strategy.base import score
+
+_DRAWS = 100
+"""Draws for one ask, after which a strategy has nothing new to ask."""
+
+Values = dict[str, str]
+Choose = Callable[[str, tuple[str, ...]], str]
+"""(name of a parameter, its choices) -> one of them."""
+
+
+def draw(space: Space, choose: Choose) -> Candidate:
+    """The candidate that a choice of every parameter makes."""
+    meshes = {_written(tuple(f"{n}={s}" for n, s in mesh)): mesh for mesh in space.meshes}
+    mesh = meshes[choose("mesh", tuple(meshes))]
+    compute: dict[str, tuple[str, ...]] = {}
+    storage: dict[str, tuple[str, ...]] = {}
+    for axis in space.shardable():
+        options = {_written(to): to for to in space.options(axis, mesh)}
+        # Which choices there are depends on the mesh, so that each mesh has parameters of its own.
+        where = f"{axis.name} on {_written(tuple(f'{n}={s}' for n, s in mesh))}"
+        compute[axis.name] = options[choose(f"compute {where}", tuple(options))]
+        if not axis.is_data:
+            storage[axis.name] = options[choose(f"storage {where}", tuple(options))]
+    small = choose("small arrays", ("sharded", "whole")) == "whole"
+    return space.candidate(space.layout(mesh, compute, storage, small_whole=small))
+
+
+def _written(names: tuple[str, ...]) -> str:
+    return "+".join(names) or "-"
+
+
+class Uniform:
+    """Every parameter drawn evenly (Bergstra & Bengio 2012): random search."""
+
+    def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
+        done = {seen.candidate for seen in history}
+        rng = random.Random(f"{seed}:{len(history)}")
+        for _ in range(_DRAWS):
+            candidate = draw(space, lambda _, choices: rng.choice(choices))
+            if candidate not in done and space.contains(candidate) is None:
+                return (candidate,)
+        return ()
+
+
+class Tpe:
+    """Optuna's tree-structured Parzen estimator (Bergstra et al. 2011), through ask and tell.
+
+    It begins with the baselines, as every search here does. Where it draws only what it has drawn
+    before, the next candidate is a random one. What does not fit the memory is told as
+    worse than whatever fits, in order of how far it misses.
+
+    Attributes:
+      memory_bytes: what a device may use.
+    """
+
+    def __init__(self, memory_bytes: int):
+        self.memory_bytes = memory_bytes
+        self._study: optuna.Study | None = None
+        self._asked: dict[Candidate, optuna.Trial] = {}
+        self._told = 0
+
+    def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
+        if self._study is None:
+            optuna.logging.set_verbosity(optuna.logging.ERROR)
+            self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+        for seen in history[self._told :]:
+            self._tell(space, seen)
+        self._told = len(history)
+        done = {seen.candidate for seen in history}
+        for _ in range(_DRAWS):
+            trial = self._study.ask()
+            candidate = draw(space, trial.suggest_categorical)
+            if candidate not in done and space.contains(candidate) is None:
+                self._asked[candidate] = trial
+                return (candidate,)
+            self._study.tell(trial, state=TrialState.FAIL)
+        return Uniform().ask(space, seed, history)
+
+    def _tell(self, space: Space, seen: Seen) -> None:
+        assert self._study is not None
+        excess, time_s = score(seen.outcome, self.memory_bytes)
+        value = time_s if excess == 0.0 else 1e6 * (1 + excess)
+        trial = self._asked.pop(seen.candidate, None)
+        if trial is not None:
+            state = TrialState.FAIL if value == float("inf") else TrialState.COMPLETE
+            self._study.tell(trial, None if state is TrialState.FAIL else value, state)
+        elif value != float("inf") and (known := parameters(space, seen.candidate.layout)):
+            values, distributions = known
+            self._study.add_trial(
+                create_trial(params=values, distributions=distributions, value=value)
+            )
+
+
+def parameters(space: Space, layout: Layout) -> tuple[Values, dict[str, BaseDistribution]] | None:
+    """The parameters that make a layout, None if it lies on a mesh that has merged."""
+    if layout.mesh not in space.meshes:
+        return None
+    compute, storage = dict(layout.compute), dict(layout.storage)
+    values: Values = {}
+    distributions: dict[str, BaseDistribution] = {}
+
+    def choose(name: str, choices: tuple[str, ...]) -> str:
+        kind, _, rest = name.partition(" ")
+        if kind == "mesh":
+            wanted = _written(tuple(f"{n}={s}" for n, s in layout.mesh))
+        elif kind == "small":
+            wanted = "whole" if layout.small_whole else "sharded"
+        else:
+            axis = rest.rpartition(" on ")[0]
+            wanted = _written((compute if kind == "compute" else storage).get(axis, ()))
+        value = wanted if wanted in choices else choices[0]
+        values[name] = value
+        distributions[name] = CategoricalDistribution(choices)
+        return value
+
+    made = draw(space, choose)
+    return (values, distributions) if made.layout == layout else None

@@ -1,0 +1,120 @@
+"""How many candidates does the search need, beside strategies that know nothing of layouts?
+
+Question: of the beam search, Optuna's TPE and random search over one space, each begun with the
+  baselines, how many candidates does each need for the best predicted step that the peer finds?
+Command: python -m experiments.search_peers --cases=decoder,vit     (all the zoo without --cases)
+         (needs autoshard[peers])
+Cost: rung 1 alone, one core: one to five minutes a case, most of it Optuna's own.
+Expected: the beam reaches a peer's best cost with at most a tenth of the peer's candidates.
+
+Costs are rung 1's for --target, which needs no device: the calibration of a shared machine would
+be another each time. Results are added to results/search_peers.json; what is there is not run
+again.
+"""
+
+import json
+import pathlib
+import platform
+import time
+from typing import Any
+
+import jax
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from autoshard.pricing import cost_model
+from autoshard.program import trace
+from autoshard.report.words import seconds
+from autoshard.strategy import Beam, Strategy
+from autoshard.subjects import make_subject
+from autoshard.target import find_target
+from experiments.peers import Tpe, Uniform
+from experiments.rung1_search import Climb, Known, climb
+from experiments.zoo import cases
+
+_CASES = flags.DEFINE_list("cases", [], "Names of cases; all if empty.")
+_TARGET = flags.DEFINE_string("target", "h100:1x8", "Whose figures rung 1 takes.")
+_BUDGET = flags.DEFINE_integer("budget", 250, "Candidates of the beam, beside the baselines.")
+_PEERS = flags.DEFINE_integer("peers_budget", 1000, "Candidates of each peer.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of every strategy.")
+_OUT = flags.DEFINE_string("out", "results/search_peers.json", "Where the figures go.")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    jax.config.update("jax_platforms", "cpu")
+    path = pathlib.Path(_OUT.value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cases": {}}
+    for name in _CASES.value or cases.CASES:
+        key = f"{name} on {_TARGET.value}"
+        if key in data["cases"]:
+            continue
+        data["cases"][key] = compared(name)
+        data |= {
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        Console().print(_table({key: data["cases"][key]}))
+    Console().print(_table(data["cases"]))
+
+
+def compared(name: str) -> dict[str, Any]:
+    """Every strategy on one case, and how many candidates the beam needs for a peer's best."""
+    target = find_target(_TARGET.value)
+    cost = cost_model(target)
+    subject = make_subject(trace(cases.case(name, "shrunk").workload()), target, "free", None)
+    known: Known = {}
+    room = target.memory_bytes
+    strategies: dict[str, tuple[Strategy, int]] = {
+        "beam": (Beam(room), _BUDGET.value),
+        "tpe": (Tpe(room), _PEERS.value),
+        "random": (Uniform(), _PEERS.value),
+    }
+    found = {
+        who: climb(subject, cost, room, strategy, budget, _SEED.value, known)
+        for who, (strategy, budget) in strategies.items()
+    }
+    return {
+        "space": subject.space.size(),
+        "baselines": found["beam"].baselines,
+        **{who: _row(climbed, found["beam"]) for who, climbed in found.items()},
+    }
+
+
+def _row(climbed: Climb, beam: Climb) -> dict[str, Any]:
+    """One strategy: its best, when it had it, and when the beam was as good."""
+    return {
+        "judged": climbed.judged,
+        "best_s": climbed.best_s,
+        "candidates": climbed.candidates_until(climbed.best_s),
+        "beam_candidates": beam.candidates_until(climbed.best_s),
+        "cpu_s": climbed.cpu_s,
+    }
+
+
+def _table(found: dict[str, Any]) -> Table:
+    """Candidates: those beside the baselines; 0 where no strategy improves on them."""
+    table = Table("case", "strategy", "best step", "with candidates", "the beam with", "share")
+    for key, row in found.items():
+        for who in ("beam", "tpe", "random"):
+            one = row[who]
+            mine, beams = one["candidates"], one["beam_candidates"]
+            share = "-" if not mine or beams is None or who == "beam" else f"{beams / mine:.2f}"
+            table.add_row(
+                key if who == "beam" else "",
+                who,
+                seconds(one["best_s"]),
+                str(mine),
+                "never" if beams is None else str(beams),
+                share,
+            )
+    return table
+
+
+if __name__ == "__main__":
+    app.run(main)

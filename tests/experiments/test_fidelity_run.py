@@ -1,0 +1,389 @@
+"""How the benchmark runs: what is there is not made again, and a tiny case goes through it all."""
+
+import dataclasses
+import json
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.driver import compiling
+from autoshard.journal import Journal, opened
+from autoshard.trial import Failure, Kind, Stage
+from experiments.fidelity_parts import (
+    hand,
+    measuring,
+    report,
+    running,
+    sampling,
+    searching,
+    store,
+    timing,
+)
+from experiments.fidelity_parts.store import Store, Task
+from tests import workloads
+
+
+@pytest.fixture
+def kept(tmp_path: pathlib.Path) -> Store:
+    return Store(results=tmp_path / "results", runs=tmp_path / "runs")
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyCase:
+    """A stand-in for a case of the zoo."""
+
+    name: str = "tiny"
+    family: str = "mlp"
+    width: int = workloads.WIDTH
+
+    def sample(self, seed: int) -> dict[str, np.ndarray]:
+        del seed
+        return {n: np.ones((workloads.BATCH, self.width), np.float32) for n in ("x", "y")}
+
+    def workload(self) -> autoshard.Workload:
+        return workloads.mlp(width=self.width)
+
+
+def test_what_is_whole_is_not_run_again_and_what_is_torn_is(kept: Store) -> None:
+    started: list[Task] = []
+
+    def start(task: Task) -> str:
+        started.append(task)
+        store.write(kept.result(task), {"failed": "boom" if task.part == "sample" else ""})
+        return ""
+
+    def run(retry: bool = False) -> list[tuple[str, str, int]]:
+        started.clear()
+        lost = running.run_missing(
+            kept,
+            ["a", "b"],
+            [4, 8],
+            ["search", "sample"],
+            retry=retry,
+            start=start,
+            tell=lambda text: None,
+        )
+        assert lost == []
+        return [(t.case, t.part, t.devices) for t in started]
+
+    first = run()
+    assert first[:3] == [("a", "search", 4), ("a", "sample", 4), ("a", "search", 8)]
+    assert len(first) == 8 and first[4][0] == "b"
+    assert run() == []
+    torn = kept.result(Task(part="search", case="b", devices=4))
+    torn.write_text(torn.read_text()[:-5])
+    assert run() == [("b", "search", 4)]
+    assert run(retry=True) == [(case, "sample", n) for case in "ab" for n in (4, 8)]
+
+
+def test_a_part_that_ends_badly_does_not_stop_the_others(kept: Store) -> None:
+    told: list[str] = []
+
+    def start(task: Task) -> str:
+        if task.devices == 4:
+            return "its process ended with code -9"
+        store.write(kept.result(task), {"failed": ""})
+        return ""
+
+    lost = running.run_missing(
+        kept, ["a"], [4, 8], ["search"], retry=False, start=start, tell=told.append
+    )
+    assert [task.devices for task in lost] == [4]
+    assert any("code -9" in text for text in told)
+
+
+def test_results_are_written_whole_and_lists_of_numbers_on_one_line(kept: Store) -> None:
+    path = kept.results / "x.json"
+    data = {"samples_s": [0.5, 1e-7, 3], "names": ["a", "b"], "none": [], "deep": [[1, 2], [3]]}
+    store.write(path, data)
+    assert store.read(path) == data
+    assert '"samples_s": [0.5, 1e-07, 3]' in path.read_text()
+    with pytest.raises(ValueError, match="JSON"):
+        store.write(path, {"time_s": float("nan")})
+    assert store.read(path) == data  # the old file stands
+    assert [p.name for p in kept.results.iterdir()] == ["x.json"]
+
+
+class FakeBench:
+    """A bench whose programs take a stated time. One breaks when it is run for the n-th time."""
+
+    def __init__(self, seconds: dict[str, float], breaks: dict[str, int]):
+        self.seconds, self.breaks = seconds, breaks
+        self.runs: list[str] = []
+
+    def load(self, name: str, module: object) -> object:
+        return None
+
+    def unload(self, name: str) -> None:
+        pass
+
+    def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
+        self.runs.append(name)
+        if self.runs.count(name) > self.breaks.get(name, 10**9):
+            return Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="broke")
+        return (self.seconds[name],) * steps
+
+
+def in_rounds(bench: Any, rounds: int) -> dict[str, Any]:
+    return timing.in_rounds(
+        bench,
+        dict.fromkeys(bench.seconds),
+        {},
+        rounds=rounds,
+        seed=0,
+        memory_bytes=1,
+    )
+
+
+def test_nobody_leaves_the_rounds_however_slow() -> None:
+    bench = FakeBench({"a": 0.1, "b": 10.0, "c": 0.1}, {})
+    ran = in_rounds(bench, 12)
+    assert all(len(r.samples_s) == 12 and r.failure is None for r in ran.values())
+    assert [r.rounds for r in ran.values()] == [tuple(range(12))] * 3
+    orders = {tuple(bench.runs[i : i + 3]) for i in range(9, len(bench.runs) - 3, 3)}
+    assert len(orders) > 2  # a fresh order in each round
+
+
+def test_a_program_that_breaks_says_so_and_the_others_go_on() -> None:
+    ran = in_rounds(FakeBench({"a": 0.1, "b": 0.2, "c": 0.3}, {"b": 0, "c": 4}), 6)
+    assert len(ran["a"].samples_s) == 6
+    assert ran["b"].failure is not None and ran["b"].samples_s == ()
+    assert ran["c"].failure is not None and ran["c"].failure.message == "broke"
+
+
+def test_fresh_pairs_take_the_bench_s_own_times() -> None:
+    bench: Any = FakeBench({"first": 0.3, "second": 0.2}, {})
+    found = timing.fresh_pair(bench, None, None, limit_s=100.0, seed=0)  # type: ignore[arg-type]
+    assert found.decided and found.ratio == pytest.approx(1.5)
+    broken: Any = FakeBench({"first": 0.3, "second": 0.2}, {"second": 3})
+    with pytest.raises(timing.MeasuringError, match="second"):
+        timing.fresh_pair(broken, None, None, limit_s=100.0, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def never_compile(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compiles nothing; rows get their own estimate of rung 1 as the compiler's."""
+    compiled: list[int] = []
+
+    def compile(self: Any, indices: list[int], share: float) -> None:
+        for i in indices:
+            row = self._ledger.rows[i]
+            row.compiled = row.propagated
+            compiled.append(i)
+
+    monkeypatch.setattr(sampling.Compiling, "compile", compile)
+    return compiled
+
+
+def chosen(
+    kept: Store, calibration: pathlib.Path, seed: int, size: sampling.Size, width: int = 64
+) -> tuple[list[tuple[str, ...]], sampling.Sample, Any]:
+    task = Task(part="sample", case="tiny", devices=8)
+    own = Store(results=kept.results, runs=kept.runs)
+    kept.runs.mkdir(exist_ok=True)
+    if not own.calibration.exists():
+        own.calibration.symlink_to(calibration)
+    ledger = sampling.open_ledger(
+        task,
+        TinyCase(width=width),
+        own,
+        Journal(),
+        seed=seed,
+        budget=autoshard.Budget(candidates=40),
+    )
+    subject = ledger.subjects[0]
+    plan = subject.space.sample(random.Random(5))
+    assert plan is not None
+    sample = sampling.choose(ledger, [plan], size)
+    return [tuple(one.groups) for one in sample.programs], sample, ledger
+
+
+def test_the_sample_holds_what_it_should_each_program_once(
+    kept: Store, calibration: pathlib.Path, never_compile: list[int]
+) -> None:
+    size = sampling.Size(fitting=12, top=3, total=24, at_once=4)
+    groups, sample, ledger = chosen(kept, calibration, 0, size)
+    programs = [ledger.rows[one.row].program for one in sample.programs]
+    assert len(set(programs)) == len(programs) >= 24
+    assert sorted(never_compile) == sorted(one.row for one in sample.programs)
+    drawn = [g for g in groups if set(g) & set(sampling.DRAWN)]
+    assert len(drawn) == 12
+    assert sum("top" in g for g in groups) == 3
+    assert sum("finalists" in g for g in groups) == 1
+    assert ledger.rows[sample.finalists[0]].compiled is not None
+    names = {ledger.rows[one.row].baseline for one in sample.programs if "baselines" in one.groups}
+    assert {"replicated", "data parallel", "FSDP"} <= names
+    again, other, _ = chosen(kept, calibration, 0, size)
+    assert again == groups and [one.row for one in other.programs] == [
+        one.row for one in sample.programs
+    ]
+
+
+def test_a_small_space_is_taken_whole(
+    kept: Store,
+    calibration: pathlib.Path,
+    never_compile: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampling._Picks, "whole_space", lambda self, most: True)
+    _, sample, ledger = chosen(kept, calibration, 0, sampling.Size(fitting=2, top=1, total=3))
+    assert sample.whole
+    assert {ledger.rows[one.row].program for one in sample.programs} == {
+        row.program for row in ledger.rows
+    }
+
+
+def test_a_case_goes_through_search_sample_and_report(
+    kept: Store, calibration: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = autoshard.Budget(candidates=16, compiles=3, profiles=2, rounds=2)
+    kept.runs.mkdir()
+    kept.calibration.symlink_to(calibration)
+    case = TinyCase()
+    options: dict[str, Any] = {"scale": "small", "seed": 0, "budget": budget}
+    task = Task(part="search", case="tiny", devices=8)
+    searching.run(task, case, kept, **options)
+    found = store.read(kept.result(task))
+    assert found is not None and found["failed"] == "" and found["numerics"] == "exact"
+    assert found["candidates"] >= 12 and not found["resumed"] and found["elapsed_s"]["all"] > 0
+    assert json.loads(kept.plan(task).read_text())["candidate"] == found["plan"]
+
+    task = Task(part="sample", case="tiny", devices=8)
+    settings = measuring.Settings(
+        rounds=2, pair_limit_s=0.01, size=sampling.Size(fitting=2, top=1, total=6, at_once=2)
+    )
+    measuring.run(task, case, kept, settings=settings, **options)
+    found = store.read(kept.result(task))
+    assert found is not None and found["failed"] == ""
+    plan = next(p for p in found["programs"] if p["name"] == found["plan"])
+    assert plan["place"] == 0 and "finalists" in plan["groups"]
+    assert len(found["programs"]) >= 6
+    assert all(set(p["rounds"]) == {0, 1} and not p["failure"] for p in found["programs"])
+    assert found["fresh"]["rival"] != found["plan"] and not found["fresh"]["failed"]
+    assert len(found["fresh"]["first_s"]) >= 20
+
+    results = report.load(kept, ["tiny", "absent"], [8])
+    summary = report.summarise(results)
+    row = summary["rows"][0]
+    assert row["search"]["covered"] and row["sample"]["measured"] == len(found["programs"])
+    assert row["sample"]["regret"] is not None
+    assert row["hand"] is None and summary["rows"][1]["search"] is None
+    store.write(kept.results / "summary.json", summary)  # has no NaN
+
+    # An interrupted sample goes on from its journal: nothing is compiled a second time.
+    monkeypatch.setattr(compiling, "compile_in_process", lambda request: pytest.fail("compiled"))
+    with opened(kept.run_folder(task) / "sample.jsonl") as log:
+        ledger = sampling.open_ledger(task, case, kept, log, seed=0, budget=budget)
+        sample = sampling.choose(ledger, measuring._finalists(kept, task), settings.size)
+    again = [measuring.rung_to_json(ledger.rows[one.row].compiled) for one in sample.programs]
+    assert again == [p["rung2"] for p in found["programs"]]
+
+
+def test_half_a_search_is_no_result(kept: Store, calibration: pathlib.Path) -> None:
+    kept.runs.mkdir()
+    kept.calibration.symlink_to(calibration)
+    task = Task(part="search", case="tiny", devices=8)
+
+    interrupted: list[autoshard.Event] = []
+
+    def interrupt(event: autoshard.Event) -> None:
+        if event.stage is Stage.PROFILE and not interrupted:
+            interrupted.append(event)
+            raise KeyboardInterrupt  # once: the search then ends with the best so far
+
+    budget = autoshard.Budget(candidates=16, compiles=1, profiles=1, rounds=1)
+    with pytest.raises(KeyboardInterrupt):
+        searching.run(
+            task, TinyCase(), kept, scale="small", seed=0, budget=budget, callbacks=(interrupt,)
+        )
+    assert store.read(kept.result(task)) is None
+    assert not kept.plan(task).exists()
+    assert (kept.run_folder(task) / "search.jsonl").exists()
+
+
+def test_a_search_that_fails_is_a_result(kept: Store) -> None:
+    class Broken(TinyCase):
+        def workload(self) -> autoshard.Workload:
+            raise RuntimeError("no such model")
+
+    task = Task(part="search", case="tiny", devices=8)
+    options: dict[str, Any] = {"scale": "small", "seed": 0, "budget": autoshard.Budget()}
+    searching.run(task, Broken(), kept, **options)
+    found = store.read(kept.result(task))
+    assert found is not None and found["failed"] == "RuntimeError: no such model"
+    sample = dataclasses.replace(task, part="sample")
+    measuring.run(sample, Broken(), kept, **options)
+    said = store.read(kept.result(sample))
+    assert said is not None and "no plan" in said["failed"]
+    row = report.summarise(report.load(kept, ["tiny"], [8]))["rows"][0]
+    assert not row["search"]["covered"] and not row["sample"]["top1"]
+
+
+@pytest.fixture
+def two_layouts(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[[list[str]], list[str]]:
+    """Runs the hand part over two layouts of which one leaves nothing; returns what was started."""
+    task = Task(part="hand", case="tiny", devices=8)
+    kept.plan(task).parent.mkdir(parents=True)
+    kept.plan(task).write_text("{}")
+    monkeypatch.setattr(
+        hand.steps, "hand_steps", lambda case, n: {"fsdp 1x2": 0, "data parallel": 0}
+    )
+
+    def run(good: list[str]) -> list[str]:
+        started: list[str] = []
+
+        def start(layout: str) -> str:
+            started.append(layout)
+            if layout in good:
+                row = {"layout": layout, "verdict": "met", "ratio": 0.9}
+                store.write(hand.row_file(kept, task, layout), row)
+            return "its process ended with code 1"
+
+        hand.run(task, TinyCase(), kept, scale="small", seed=0, limit_s=1.0, start=start)
+        return started
+
+    return run
+
+
+def test_a_hand_layout_without_result_is_undecided_and_the_others_are_kept(
+    two_layouts: Callable[[list[str]], list[str]], kept: Store
+) -> None:
+    assert two_layouts(["data parallel"]) == ["fsdp 1x2", "data parallel"]
+    found = store.read(kept.result(Task(part="hand", case="tiny", devices=8)))
+    assert found is not None
+    assert [row["verdict"] for row in found["rows"]] == ["undecided", "met"]
+    assert "code 1" in found["rows"][0]["why"]
+    row = report.hand_row(found)
+    assert row is not None and (row["count"], row["met"], row["undecided"]) == (2, 1, 1)
+    assert two_layouts(["fsdp 1x2"]) == ["fsdp 1x2"]  # the other is there
+
+
+def test_the_plan_runs_beside_a_step_by_hand(
+    kept: Store, searched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(part="hand", case="tiny", devices=8)
+    searching.slim(searched.plan).save(str(kept.plan(task)))
+    work = workloads.mlp()
+
+    @dataclasses.dataclass
+    class Built:
+        step: Any
+        state: Any
+        batch: Any
+
+    def build(case: TinyCase, layout: object, devices: list[jax.Device], seed: int) -> Built:
+        assert layout == "by hand"
+        return Built(jax.jit(work.step), work.init(), case.sample(seed))
+
+    monkeypatch.setattr(hand.steps, "hand_steps", lambda case, n: {"x": "by hand"})
+    monkeypatch.setattr(hand.steps, "build", build)
+    hand.compare_one(task, TinyCase(), kept, "x", seed=0, limit_s=0.01)
+    row = store.read(hand.row_file(kept, task, "x"))
+    assert row is not None and row["ratio"] > 0 and row["layout"] == "x"
+    assert len(row["first_s"]) == len(row["second_s"]) >= 20

@@ -1,0 +1,62 @@
+"""Every kind of model goes through the search as it is, and what comes out trains."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.rungs.worker import WorkerProcess, WorkerSettings
+from autoshard.trial import Measurement
+from experiments.zoo.cases import CASES, case
+from tests.compiled import known_options
+
+COMPILED = autoshard.Budget(candidates=16, compiles=2, profiles=0)
+MEASURED = autoshard.Budget(candidates=16, compiles=3, profiles=2, rounds=2)
+# One with tables, one with state besides its parameters, one in Linen with loops. Not CLIP:
+# XLA's threads for CPU run out in some of its layouts, and its devices wait for each other.
+MEASURED_CASES = ("recommender", "graph_network", "linen_recurrent")
+# An unrolled net of many norms and convolutions: longest to trace, to judge and to compile.
+SLOW_CASES = ("unet",)
+
+
+@pytest.fixture(scope="module")
+def hurried():
+    """Every program here runs a few steps at most: compilers, here and in workers, hurry."""
+    with pytest.MonkeyPatch.context() as patch:
+        options = known_options()
+        flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+        patch.setenv("XLA_FLAGS", flags)
+        plain = jax.stages.Lowered.compile
+        quickly = functools.partialmethod(plain, compiler_options=options)
+        patch.setattr(jax.stages.Lowered, "compile", quickly)
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiler(hurried, tmp_path_factory):
+    """In place of the session's, which was started without the flags."""
+    folder = str(tmp_path_factory.mktemp("compiler"))
+    worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=8, folder=folder))
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_CASES else n for n in CASES]
+)
+def test_a_search_with_no_annotation_gives_a_plan_that_trains(quick, name):
+    chosen = case(name, "small")
+    measured = name in MEASURED_CASES
+    plan = quick(chosen.workload, budget=MEASURED if measured else COMPILED)
+    if measured:
+        assert isinstance(plan.trial.profiled, Measurement)
+        assert plan.trial.profiled.numerics == "exact"
+
+    state, losses = plan.init(), []
+    for seed in range(2):
+        state, metrics = plan.step(state, plan.put(chosen.sample(seed)))
+        losses.append(float(metrics["loss"]))
+    assert np.isfinite(losses).all()
+    assert losses[0] != losses[1], "another batch, and parameters that moved"
