@@ -118,6 +118,8 @@ def _more_devices(
     layout, here = trial.candidate.layout, trial.propagated
     if isinstance(here, Estimate) and not layout.as_written and here.peak_memory_bytes:
         propagator = Propagator(subject.analysis)
+        # Memory alone is asked for: the links of this many devices are not those of more.
+        cost = CostModel(cost.constants)
         scale = peak / here.peak_memory_bytes  # how far rung 1 is off
         for factor in (2, 4, 8, 16, 32):
             for i, (name, size) in enumerate(layout.mesh):
