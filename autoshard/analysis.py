@@ -18,7 +18,8 @@ class Analysis:
     Attributes:
       module: the flattened module with every site open, its operations tagged.
       site_of_tag: which site a tagged constraint operation is.
-      digest: of the location-free module: two programs with one digest are the same.
+      digest: of the module without locations and sites: two programs with one digest are the
+        same, wherever this version of autoshard puts sites.
     """
 
     program: Program
@@ -52,5 +53,5 @@ def analyse(program: Program, platform: str) -> Analysis:
         kernels=read_kernels(module, returned, site_of_tag),
         module=module,
         site_of_tag=site_of_tag,
-        digest=digest(shardy.text(module))[:24],
+        digest="step:" + digest(shardy.text_without(module, site_of_tag))[:24],
     )

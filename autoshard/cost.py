@@ -24,7 +24,7 @@ from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
 MODEL_REVISION = 6
-"""Part of every journal key: raise it when a change here changes estimates."""
+"""Part of every journal key: raise it when a change here, or to sites, changes estimates."""
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
 """Types of 8 and 4 bits: f8E4M3FN (MLIR), f8e4m3fn (HLO), i8, ui8, s8, u4."""

@@ -195,7 +195,7 @@ class SiteMap:
                 settled.update(eqn.outvars)
             for o, var in enumerate(eqn.outvars):
                 wanted = opens or (loop is not None and var in returned)
-                if var in turned and var not in returned:
+                if var in turned:
                     continue  # its site comes after the transpose
                 if wanted and _worth(var) and flow.of(var):
                     results[e, o] = self._add(Place.RESULT, var, flow.storage(var), eqn)

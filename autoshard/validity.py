@@ -56,13 +56,22 @@ def checked_plan(
     if lowered_for != target.lowering_platform:
         # Another platform lowers the same step to other operations: compare like with like.
         digest = analyse(program, lowered_for).digest
-    if record.program.get("digest") != digest:
+    recorded = str(record.program.get("digest"))
+    if recorded != digest:
         if record.versions.get("jax") == versions()["jax"]:
+            if not recorded.startswith("step:"):
+                raise PlanError(
+                    f"{path} was made by an earlier autoshard:",
+                    (
+                        f"program digest: recorded {recorded}, which depends on where that version"
+                        " put constraints; the model cannot be compared: search again",
+                    ),
+                )
             raise PlanError(
                 f"{path} is for another model:",
                 (
-                    f"program digest: recorded {record.program.get('digest')}, got"
-                    f" {digest} (same leaves, other computation)",
+                    f"program digest: recorded {recorded}, got {digest} (same leaves, other"
+                    " computation)",
                 ),
             )
         notes.append(

@@ -99,22 +99,14 @@ def _measure(baseline: str) -> dict[str, Any]:
         case = sized.mlp_case(sizes.MLP)
     built = steps.build(case, _baselines()[baseline], jax.devices())
 
-    def stepper(step: Any, state: Any, batch: Any) -> Any:
-        def run() -> None:
-            nonlocal state
-            state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
-
-        return run
-
     found = pairs.compare(
-        stepper(plan.step, plan.init(), plan.put(next(task.batches("train", 0)))),
-        stepper(built.step, built.state, built.batch),
+        pairs.stepper(plan.step, plan.init(), plan.put(next(task.batches("train", 0)))),
+        pairs.stepper(built.step, built.state, built.batch),
         limit_s=_LIMIT.value,
     )
     return {
         "baseline": baseline,
-        "verdict": _verdict(found.ratio, found.decided),
+        "verdict": pairs.verdict(found.ratio, found.decided),
         "plan_is": plan.trial.baseline if plan.trial else "",
         "plan": plan.candidate.to_json(),
         "baseline_remat": remat,
@@ -123,12 +115,6 @@ def _measure(baseline: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "cores": os.cpu_count(),
     }
-
-
-def _verdict(ratio: float, decided: bool) -> str:
-    if not decided:
-        return "undecided"
-    return "met" if round(ratio, 2) <= 1.0 else "missed"
 
 
 def _file(folder: pathlib.Path, baseline: str) -> pathlib.Path:

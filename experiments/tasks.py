@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from autoshard import Workload
 from autoshard.integrations.flax import TrainState, nnx_model, nnx_workload
+from experiments.seeds import seed_of
 from experiments.sizes import DecoderSize, MLPSize
 from models import decoder, mlp, text
 
@@ -54,7 +54,7 @@ def decoder_task(size: DecoderSize) -> Task:
             decoder.loss,
             optax.adamw(size.learning_rate),
             jax.ShapeDtypeStruct((B, T + 1), np.int32),
-            sample=lambda key: next(batches("train", _seed_of(key))),
+            sample=lambda key: next(batches("train", seed_of(key))),
             accumulate=accumulate,
         )
 
@@ -90,7 +90,7 @@ def mlp_task(size: MLPSize) -> Task:
             jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), mlp.sample(0, B, config.width)
             ),
-            sample=lambda key: mlp.sample(_seed_of(key), B, config.width),
+            sample=lambda key: mlp.sample(seed_of(key), B, config.width),
             accumulate=accumulate,
         )
 
@@ -107,9 +107,3 @@ def mlp_task(size: MLPSize) -> Task:
         unit="examples",
         units_per_step=B,
     )
-
-
-def _seed_of(key: jax.Array) -> int:
-    """A seed for numpy from a JAX key, typed or raw."""
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return int(np.asarray(jax.random.key_data(key) if typed else key).ravel()[-1])

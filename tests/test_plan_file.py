@@ -216,6 +216,12 @@ def test_the_same_leaves_and_another_computation(saved, no_compiler):
     assert "other computation" in difference
 
 
+def test_a_plan_whose_digest_depends_on_sites_is_told_to_be_old(altered, no_compiler):
+    """As plans were before digests were those of the step alone."""
+    error = refused(altered(lambda d: d["program"].update(digest="0" * 24)))
+    assert "made by an earlier autoshard" in str(error) and "search again" in str(error)
+
+
 def test_another_number_of_devices(saved, no_compiler):
     error = refused(saved, mesh=DEVICES[:4])
     assert error.differences == ("device_count: recorded 8, got 4",)

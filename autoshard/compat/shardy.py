@@ -4,7 +4,7 @@ import functools
 import io
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -214,6 +214,19 @@ def constraint_locations(module: Operation) -> list[tuple[int, str]]:
 def text(module: Operation) -> str:
     """The module as text, without locations; large constants are written whole."""
     return str(module.get_asm(enable_debug_info=False))
+
+
+def text_without(module: Operation, tags: Container[int]) -> str:
+    """The same of a tagged module, without the constraints of these tags and without tags."""
+    with module.context:
+        copy = module.clone()
+        for op in list(walk(main_function(copy).regions[0].blocks[0])):
+            if op.attributes[TAG].value in tags:
+                op.results[0].replace_all_uses_with(op.operands[0])
+                op.erase()
+            else:
+                del op.attributes[TAG]
+        return text(copy)
 
 
 def main_function(module: Operation) -> Operation:

@@ -70,8 +70,10 @@ class Compiling:
         for i in indices:
             if self.count and ledger.late(share):
                 break
-            self.count += 1
             row = ledger.rows[i]
+            if any(asked.row is row for asked in self._waiting.values()):
+                continue
+            self.count += 1
             key = self.key(row)
             found = ledger.journal.find(key)
             if isinstance(found, (Estimate, Failure)) and not self._may_take_longer(found):
