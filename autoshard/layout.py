@@ -34,7 +34,7 @@ class Layout:
       occurrences: for a tensor group that holds a logical axis twice, which occurrence is
         sharded: (group name, 0 or 1); groups left out shard occurrence 0.
       small_whole: the smallest arrays of the state, at most a hundredth of it in all
-        (`specs.small_elements`), take compute rules at rest too: where only storage rules would
+        (`small.small_elements`), take compute rules at rest too: where only storage rules would
         divide them they stay whole, and need no gathering.
       as_written: keep the user's own sharding constraints and add none; the rules are then empty.
     """

@@ -11,7 +11,8 @@ from autoshard.errors import LayoutError
 from autoshard.layout import Candidate, Layout, MeshShape, Spec, rules
 from autoshard.program import Leaf, Program
 from autoshard.sites import Site
-from autoshard.specs import Specs, resolve, small_leaves
+from autoshard.small import small_leaves
+from autoshard.specs import Specs, resolve
 from autoshard.written import Written
 
 Knobs = tuple[tuple[str, str | int | float | bool | None], ...]

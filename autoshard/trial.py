@@ -209,6 +209,14 @@ class Trial:
         return None
 
     @property
+    def was_compiled(self) -> bool:
+        """Whether the compiler saw it: not where rung 1 alone rejected it, as too large."""
+        judged = self.compiled
+        return isinstance(judged, Estimate) or (
+            isinstance(judged, Failure) and judged.stage is Stage.COMPILE
+        )
+
+    @property
     def estimate(self) -> Estimate | None:
         """The best estimate there is: the compiler's before the propagation's."""
         for outcome in (self.compiled, self.propagated):

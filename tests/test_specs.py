@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from autoshard.layout import Layout, rules
-from autoshard.specs import Specs, resolve, small_elements
+from autoshard.small import small_elements
+from autoshard.specs import Specs, resolve
 from autoshard.strategy import baselines
 from autoshard.workload import Workload
 from tests.analysed import analyse, baseline, judge, run, run_plain, subject, worst_error

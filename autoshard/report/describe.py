@@ -10,7 +10,7 @@ from autoshard.report.words import (
     seconds,
     traffic_in_words,
 )
-from autoshard.trial import Estimate, Failure, Measurement, Stage, Trial, paired_ratio
+from autoshard.trial import Estimate, Measurement, Stage, Trial, paired_ratio
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -77,7 +77,7 @@ def describe(plan: "Plan") -> str:
     lines += [f"Note: {note}" for note in evidence.notes]
     counts = [
         f"{len(evidence.trials)} candidates",
-        f"{sum(_reached_the_compiler(t) for t in evidence.trials)} compiled",
+        f"{sum(t.was_compiled for t in evidence.trials)} compiled",
         f"{sum(t.profiled is not None for t in evidence.trials)} measured",
     ]
     spent = ", ".join(f"{name} {value:.1f} s" for name, value in evidence.elapsed_s.items())
@@ -132,11 +132,3 @@ def _ratio(winner: Trial, measured: Measurement | None) -> str:
 
 def _first(message: str) -> str:
     return message.strip().splitlines()[0][:160] if message.strip() else ""
-
-
-def _reached_the_compiler(trial: Trial) -> bool:
-    """Not rejected by rung 1 alone, as too large."""
-    judged = trial.compiled
-    return isinstance(judged, Estimate) or (
-        isinstance(judged, Failure) and judged.stage is Stage.COMPILE
-    )

@@ -9,7 +9,7 @@ import jax
 
 import autoshard
 from autoshard.plan import Plan
-from autoshard.trial import Failure, Measurement, Stage, Trial
+from autoshard.trial import Failure, Measurement
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, write
 
 
@@ -71,7 +71,7 @@ def figures_of(plan: Plan) -> dict[str, Any]:
         "axes": [[name, size] for name, size, _ in evidence.axes],
         "memory_limit_bytes": evidence.memory_limit_bytes,
         "candidates": len(evidence.trials),
-        "compiles": sum(_was_compiled(t) for t in evidence.trials),
+        "compiles": sum(t.was_compiled for t in evidence.trials),
         "profiles": sum(t.profiled is not None for t in evidence.trials),
         "failures": sorted({_in_words(t.failure) for t in evidence.trials if t.failure}),
         "false_rejections": evidence.false_rejections,
@@ -80,11 +80,6 @@ def figures_of(plan: Plan) -> dict[str, Any]:
         "constants_digest": evidence.constants_digest,
         "notes": list(evidence.notes),
     }
-
-
-def _was_compiled(trial: Trial) -> bool:
-    rejected = isinstance(trial.compiled, Failure) and trial.compiled.stage is Stage.PROPAGATE
-    return trial.compiled is not None and not rejected
 
 
 def _in_words(failure: Failure) -> str:
