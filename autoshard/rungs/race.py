@@ -322,13 +322,18 @@ def _log_ratios(lane: _Lane, other: _Lane) -> list[float]:
 
 
 def _standing(lanes: Sequence[_Lane]) -> Callable[[_Lane], tuple[float, str]]:
-    """A sort key: trimmed mean of log times over the rounds all of them ran; then the name."""
+    """A sort key: trimmed mean, over the rounds all ran, of log times over the round's; the name.
+
+    The round's time is the median over the lanes. Without it the trimming would take other rounds
+    from each lane, and a machine that is slow in half of the rounds would decide the order.
+    """
     tables = {lane.name: lane.by_round() for lane in lanes}
     common = set.intersection(*(set(table) for table in tables.values()))
+    weather = {r: statistics.median(table[r] for table in tables.values()) for r in common}
 
     def key(lane: _Lane) -> tuple[float, str]:
         table = tables[lane.name]
-        times = [table[r] for r in sorted(common or table)]
+        times = [table[r] - weather[r] for r in sorted(common)] or list(table.values())
         return trimmed_mean(times, 0.5)[0], lane.name
 
     return key

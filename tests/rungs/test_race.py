@@ -143,6 +143,22 @@ def test_one_outlier_does_not_drop_the_best():
     assert max(result.runners[0].samples_s) > 4, "and the outlier is kept"
 
 
+def test_rounds_of_two_speeds_do_not_decide_between_close_leaders():
+    """`a` is 2 % faster in eight rounds of ten, and the neighbours slow half of the rounds down."""
+    speeds = [1.0] * 5 + [2.0] * 5
+    lane = {"a": [2.0, 2.0, *speeds[2:]], "b": [1.02 * speed for speed in speeds]}
+    times = {name: iter([samples[0], *samples]) for name, samples in lane.items()}  # one to warm up
+
+    result = race(
+        ["a", "b"],
+        lambda name, steps: [next(times[name])],
+        seed=0,
+        settings=RaceSettings(max_rounds=10, min_rounds=11),
+    )
+    assert result.ended == "max rounds"
+    assert result.ranking == ("a", "b")
+
+
 def test_a_raising_candidate_and_a_failing_one_leave_alone():
     machine = Machine(TIMES)
 
