@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from autoshard.axes import Axes, find_axes
-from autoshard.compat import jaxprs, shardy
+from autoshard.compat import flattening, jaxprs, stablehlo
 from autoshard.kernels import KernelTable, read_kernels
 from autoshard.program import Program, digest
 from autoshard.sites import SiteMap, find_sites, site_of_location
@@ -26,7 +26,7 @@ class Analysis:
     sites: SiteMap
     axes: Axes
     kernels: KernelTable
-    module: shardy.Operation
+    module: stablehlo.Operation
     site_of_tag: dict[int, int]
     digest: str
 
@@ -39,11 +39,11 @@ def analyse(program: Program, platform: str) -> Analysis:
         lambda site: jaxprs.open_sharding(len(site.shape), program.pinned_mesh)
     )
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in program.inputs]
-    module = shardy.flatten(shardy.lower_abstract(opened, shapes, platform))
-    shardy.tag(module)
+    module = flattening.flatten(stablehlo.lower_abstract(opened, shapes, platform))
+    stablehlo.tag(module)
     site_of_tag = {
         tag: site
-        for tag, location in shardy.constraint_locations(module)
+        for tag, location in stablehlo.constraint_locations(module)
         if (site := site_of_location(location)) is not None
     }
     return Analysis(
@@ -53,5 +53,5 @@ def analyse(program: Program, platform: str) -> Analysis:
         kernels=read_kernels(module, returned, site_of_tag),
         module=module,
         site_of_tag=site_of_tag,
-        digest="step:" + digest(shardy.text_without(module, site_of_tag))[:24],
+        digest="step:" + digest(stablehlo.text_without(module, site_of_tag))[:24],
     )

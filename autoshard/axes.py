@@ -9,7 +9,7 @@ import dataclasses
 import re
 
 from autoshard import factors as factors_
-from autoshard.compat import shardy
+from autoshard.compat import factor_rules, stablehlo
 from autoshard.factors import Factor
 from autoshard.program import Leaf, Program
 from autoshard.sites import Site, site_of_location
@@ -87,24 +87,24 @@ class _Ties:
     """Collects the ties of one module."""
 
     def __init__(self) -> None:
-        self.dims: dict[shardy.Value, list[Factor]] = {}
+        self.dims: dict[stablehlo.Value, list[Factor]] = {}
         self.alike: list[tuple[Factor, Factor]] = []
-        self.constant: set[shardy.Value] = set()
+        self.constant: set[stablehlo.Value] = set()
         self.opaque: list[str] = []
         self.produced: list[Factor] = []
         self.contracted: list[Factor] = []
-        self.sites: list[tuple[int, shardy.Value]] = []
+        self.sites: list[tuple[int, stablehlo.Value]] = []
 
-    def of(self, value: shardy.Value) -> list[Factor]:
+    def of(self, value: stablehlo.Value) -> list[Factor]:
         found = self.dims.get(value)
         if found is None:
-            shape, _ = shardy.shape_and_bits(str(value.type))
+            shape, _ = stablehlo.shape_and_bits(str(value.type))
             found = [Factor(n) for n in shape]
             if value not in self.constant:
                 self.dims[value] = found
         return found
 
-    def same(self, *values: shardy.Value) -> None:
+    def same(self, *values: stablehlo.Value) -> None:
         first = self.of(values[0])
         for value in values[1:]:
             other = self.of(value)
@@ -133,13 +133,13 @@ class _Ties:
                 found[root(b[0])] = root(a[0])
         return {f: root(f) for f in found}
 
-    def block(self, block: shardy.Block, in_loop: bool) -> None:
+    def block(self, block: stablehlo.Block, in_loop: bool) -> None:
         for op in block.operations:
             self.operation(op.operation, in_loop)
 
-    def operation(self, op: shardy.Operation, in_loop: bool) -> None:
+    def operation(self, op: stablehlo.Operation, in_loop: bool) -> None:
         name = op.name
-        rule = shardy.factors_of(op)
+        rule = factor_rules.factors_of(op)
         # The partitioner gives each use of a constant expression its own copy: it ties nothing.
         if (
             name != "sdy.sharding_constraint"
@@ -193,8 +193,8 @@ class _Ties:
                 if y.size < x.size:
                     x.leaves()[0].is_loop = True
 
-    def rule(self, op: shardy.Operation, rule: shardy.Factors) -> None:
-        major = op.name in _NEIGHBOURS or any(n > 1 for n in shardy.strides(op))
+    def rule(self, op: stablehlo.Operation, rule: factor_rules.Factors) -> None:
+        major = op.name in _NEIGHBOURS or any(n > 1 for n in stablehlo.strides(op))
         atoms = [Factor(n) for n in rule.sizes]
         pairs = [
             *zip(op.operands, rule.operands, strict=True),
@@ -218,14 +218,14 @@ class _Ties:
             self.produced += [atoms[i] for i in sorted((left ^ right) & kept)]
 
 
-def find_axes(program: Program, module: shardy.Operation, sites: list[Site]) -> Axes:
+def find_axes(program: Program, module: stablehlo.Operation, sites: list[Site]) -> Axes:
     """Reads the logical axes of a flattened, sited module of `program`.
 
     Args:
-      module: from `shardy.flatten`, its constraint operations carrying the tags of `sites`.
+      module: from `flattening.flatten`, its constraint operations carrying the tags of `sites`.
     """
-    ruled = shardy.with_rules(module)
-    main = shardy.main_function(ruled).regions[0].blocks[0]
+    ruled = factor_rules.with_rules(module)
+    main = stablehlo.main_function(ruled).regions[0].blocks[0]
     ties = _Ties()
     arguments = [ties.of(value) for value in main.arguments]
     ties.block(main, in_loop=False)

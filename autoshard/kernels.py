@@ -15,7 +15,7 @@ import re
 import numpy as np
 
 from autoshard.buffers import Loop, Values, assign
-from autoshard.compat import shardy
+from autoshard.compat import stablehlo
 from autoshard.trips import trip_count
 
 _FREE = frozenset(
@@ -142,7 +142,7 @@ class _Builder:
     def __init__(self, state_count: int, site_of_tag: dict[int, int]):
         self.state_count = state_count
         self.site_of_tag = site_of_tag
-        self.number: dict[shardy.Value, int] = {}
+        self.number: dict[stablehlo.Value, int] = {}
         self.sizes: list[float] = []
         self.elements: list[float] = []
         self.parents: list[int] = []
@@ -160,11 +160,11 @@ class _Builder:
         self.loops: list[Loop] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
         self.position = 0
-        self.constants: dict[shardy.Value, str] = {}
+        self.constants: dict[stablehlo.Value, str] = {}
         self.dtype_of: dict[int, str] = {}  # of a contraction's operands, by the value it makes
 
-    def new(self, value: shardy.Value, op: str, trips: float, parent: int = -1) -> int:
-        dims, bits = shardy.shape_and_bits(str(value.type))
+    def new(self, value: stablehlo.Value, op: str, trips: float, parent: int = -1) -> int:
+        dims, bits = stablehlo.shape_and_bits(str(value.type))
         index = len(self.sizes)
         self.number[value] = index
         count = float(math.prod(dims))
@@ -179,18 +179,18 @@ class _Builder:
         self.own_flops.append(0.0)
         return index
 
-    def alias(self, value: shardy.Value, index: int) -> None:
+    def alias(self, value: stablehlo.Value, index: int) -> None:
         self.number[value] = index
 
-    def block(self, block: shardy.Block, trips: float) -> None:
+    def block(self, block: stablehlo.Block, trips: float) -> None:
         for op in block.operations:
             self.operation(op.operation, trips)
 
-    def operation(self, op: shardy.Operation, trips: float) -> None:
+    def operation(self, op: stablehlo.Operation, trips: float) -> None:
         name = op.name
         self.position += 1
         attributes = op.attributes
-        tag = attributes[shardy.TAG].value if shardy.TAG in attributes else -1
+        tag = attributes[stablehlo.TAG].value if stablehlo.TAG in attributes else -1
         self.positions[tag] = self.position
         self.trips[tag] = trips
         operands = [self.number[v] for v in op.operands if v in self.number]
@@ -220,14 +220,14 @@ class _Builder:
             self.own_flops[index] = self._flops(op, index)
             if name in ("stablehlo.dot_general", "stablehlo.convolution"):
                 self.contracting[tag] = tuple(operands)
-                self.dtype_of[index] = shardy.dtype_of(op.operands[0])
+                self.dtype_of[index] = stablehlo.dtype_of(op.operands[0])
         for i in operands:
             self.uses[i].append((name, first if op.results else -1))
         self.tags[tag] = (first, len(op.results))
         if name in ("stablehlo.case", "stablehlo.if"):
             self._branches(op, first, trips)
 
-    def _loop(self, op: shardy.Operation, operands: list[int], trips: float) -> None:
+    def _loop(self, op: stablehlo.Operation, operands: list[int], trips: float) -> None:
         count, known = trip_count(op, self.constants)
         if not known:
             where = str(op.location)[:60]
@@ -286,7 +286,7 @@ class _Builder:
             return self.operands[v][0]
         return -1
 
-    def _branches(self, op: shardy.Operation, first: int, trips: float) -> None:
+    def _branches(self, op: stablehlo.Operation, first: int, trips: float) -> None:
         self.assumptions.append(f"the largest branch is taken at {str(op.location)[:60]}")
         starts = []
         for region in op.regions:
@@ -303,11 +303,11 @@ class _Builder:
                 for j in range(a, b):
                     self.trip_of[j] = 0.0
 
-    def _flops(self, op: shardy.Operation, index: int) -> float:
+    def _flops(self, op: stablehlo.Operation, index: int) -> float:
         name = op.name
         out = self.elements[index]
         if name == "stablehlo.dot_general":
-            left = shardy.shape_of(op.operands[0])
+            left = stablehlo.shape_of(op.operands[0])
             found = re.search(
                 r"lhs_contracting_dimensions = \[([\d, ]*)\]",
                 str(op.attributes["dot_dimension_numbers"]),
@@ -315,7 +315,7 @@ class _Builder:
             dims = [int(d) for d in found.group(1).split(",") if d.strip()] if found else []
             return 2.0 * out * math.prod(left[d] for d in dims)
         if name == "stablehlo.convolution":
-            kernel = shardy.shape_of(op.operands[1])
+            kernel = stablehlo.shape_of(op.operands[1])
             text = str(op.attributes["dimension_numbers"])
             layout = text[text.index("x[") + 2 : text.index("]->")].split(",")
             feature = kernel[[d.strip() for d in layout].index("o")]
@@ -342,7 +342,7 @@ class _Builder:
             return 0.0
         return out
 
-    def table(self, main: shardy.Block) -> KernelTable:
+    def table(self, main: stablehlo.Block) -> KernelTable:
         arguments = [self.new(value, "", 1.0) for value in main.arguments]
         self.block(main, 1.0)
         self._sink_fills()
@@ -505,13 +505,13 @@ class _Builder:
 
 
 def read_kernels(
-    module: shardy.Operation, state_count: int, site_of_tag: dict[int, int]
+    module: stablehlo.Operation, state_count: int, site_of_tag: dict[int, int]
 ) -> KernelTable:
-    """Reads the kernels of a flattened module whose operations carry tags (`shardy.tag`).
+    """Reads the kernels of a flattened module whose operations carry tags (`stablehlo.tag`).
 
     Args:
       site_of_tag: which site a tagged constraint operation is.
     """
     with module.context:
-        main = shardy.main_function(module).regions[0].blocks[0]
+        main = stablehlo.main_function(module).regions[0].blocks[0]
         return _Builder(state_count, site_of_tag).table(main)

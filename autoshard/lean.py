@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 
 from autoshard.analysis import Analysis
-from autoshard.compat import shardy
+from autoshard.compat import partitioner, shardings
 from autoshard.partitioned import partitioned
 from autoshard.sites import Place
 from autoshard.specs import Specs
@@ -30,7 +30,7 @@ def lean(analysis: Analysis, specs: Specs) -> Specs:
     """
     if not specs.mesh or not specs.sites:
         return specs
-    attributes = shardy.Attributes(analysis.module.context)
+    attributes = shardings.Attributes(analysis.module.context)
     trips = analysis.kernels.trips
     whole = partitioned(analysis, specs, attributes)
     kept = {
@@ -56,14 +56,14 @@ def lean(analysis: Analysis, specs: Specs) -> Specs:
 
 
 def _differences(
-    one: shardy.Judged, other: shardy.Judged, trips: dict[int, float]
+    one: partitioner.Judged, other: partitioner.Judged, trips: dict[int, float]
 ) -> list[int] | None:
     """Tags next to which two partitions differ, in order; None where they are one program.
 
     A collective may stand next to another operation, if it is as large and runs as often.
     """
 
-    def sent(judged: shardy.Judged) -> Counter[tuple[object, ...]]:
+    def sent(judged: partitioner.Judged) -> Counter[tuple[object, ...]]:
         return Counter(
             (kind, axes, before, after, trips.get(block, 1.0), sliced)
             for kind, axes, before, after, block, _, sliced, _ in judged.communication

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.analysis import Analysis
-from autoshard.compat import jaxprs, shardy
+from autoshard.compat import jaxprs, stablehlo
 from autoshard.layout import Spec
 from autoshard.lean import lean
 from autoshard.module import ArraySpec, Module
@@ -151,7 +151,7 @@ def module_of(
 ) -> Module:
     """A lowered program as plain data."""
     return Module(
-        stablehlo=shardy.bytecode(_stablehlo(lowered)),
+        stablehlo=stablehlo.bytecode(_stablehlo(lowered)),
         mesh=mesh,
         platform=platform,
         inputs=tuple(_array(x, s) for x, s in zip(inputs, input_specs, strict=True)),
@@ -160,8 +160,8 @@ def module_of(
     )
 
 
-def _stablehlo(lowered: jax.stages.Lowered) -> shardy.Operation:
-    module: shardy.Module = lowered.compiler_ir("stablehlo")
+def _stablehlo(lowered: jax.stages.Lowered) -> stablehlo.Operation:
+    module: stablehlo.Module = lowered.compiler_ir("stablehlo")
     return module.operation
 
 

@@ -4,10 +4,12 @@ import math
 import re
 from collections.abc import Mapping
 
-from autoshard.compat import shardy
+from autoshard.compat import stablehlo
 
 
-def trip_count(op: shardy.Operation, constants: Mapping[shardy.Value, str]) -> tuple[float, bool]:
+def trip_count(
+    op: stablehlo.Operation, constants: Mapping[stablehlo.Value, str]
+) -> tuple[float, bool]:
     """(iterations of a `while` that counts from a constant to a constant, whether it is one).
 
     Args:
@@ -23,7 +25,7 @@ def trip_count(op: shardy.Operation, constants: Mapping[shardy.Value, str]) -> t
         if o.name == "stablehlo.constant"
     }
 
-    def number(value: shardy.Value) -> int | None:
+    def number(value: stablehlo.Value) -> int | None:
         text = local.get(value) or constants.get(value)
         found = re.search(r"dense<(-?\d+)>", text) if text else None
         return int(found.group(1)) if found else None

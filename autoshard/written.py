@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autoshard.analysis import Analysis
-from autoshard.compat import jaxprs, shardy
+from autoshard.compat import flattening, jaxprs, partitioner, shardings, stablehlo
 from autoshard.kernels import read_kernels
 from autoshard.layout import MeshShape, Spec
 from autoshard.program import Program
@@ -36,12 +36,12 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
     abstract = jaxprs.abstract_mesh(mesh)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.inputs]
     closed = jaxprs.on_mesh(program.written, abstract)
-    module = shardy.flatten(shardy.lower_abstract(closed, shapes, platform))
-    shardy.tag(module)
-    attributes = shardy.Attributes(module.context)
-    every_open: list[shardy.Dims] = [tuple(((), True) for _ in x.shape) for x in program.inputs]
-    out_open: list[shardy.Dims] = [tuple(((), True) for _ in x.shape) for x in program.outputs]
-    judged = shardy.judge(module, mesh, every_open, out_open, {}, {}, attributes)
+    module = flattening.flatten(stablehlo.lower_abstract(closed, shapes, platform))
+    stablehlo.tag(module)
+    attributes = shardings.Attributes(module.context)
+    every_open: list[shardings.Dims] = [tuple(((), True) for _ in x.shape) for x in program.inputs]
+    out_open: list[shardings.Dims] = [tuple(((), True) for _ in x.shape) for x in program.outputs]
+    judged = partitioner.judge(module, mesh, every_open, out_open, {}, {}, attributes)
     names = {name for name, _ in mesh}
     inputs: list[Spec] = []
     for leaf, dims in zip(program.inputs, judged.argument_dims, strict=True):
@@ -83,10 +83,10 @@ def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[
     ):
         return None
     moved = jaxprs.on_mesh(closed, jaxprs.abstract_mesh(mesh))
-    module = shardy.flatten(shardy.lower_abstract(moved, [], platform))
-    shardy.tag(module)
-    out: list[shardy.Dims] = [tuple(((), True) for _ in x.shape) for x in program.state]
-    judged = shardy.judge(module, mesh, [], out, {}, {}, shardy.Attributes(module.context))
+    module = flattening.flatten(stablehlo.lower_abstract(moved, [], platform))
+    stablehlo.tag(module)
+    out: list[shardings.Dims] = [tuple(((), True) for _ in x.shape) for x in program.state]
+    judged = partitioner.judge(module, mesh, [], out, {}, {}, shardings.Attributes(module.context))
     return [
         tuple(axes if set(axes) <= names else () for axes in dims) for dims in judged.result_dims
     ]

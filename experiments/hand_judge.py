@@ -4,7 +4,7 @@ import concurrent.futures
 import pathlib
 from collections.abc import Mapping
 
-from autoshard.compat import shardy
+from autoshard.compat import stablehlo
 from autoshard.cost import CostModel
 from autoshard.module import Module
 from autoshard.rungs.compile import estimate_of
@@ -51,7 +51,7 @@ def lowered(baseline: Baseline, size: PodSize, target: Target) -> Module:
     traced = hand.jit().trace(*hand.args)
     program = traced.lower(lowering_platforms=(target.lowering_platform,))
     return Module(
-        stablehlo=shardy.bytecode(program.compiler_ir("stablehlo").operation),
+        stablehlo=stablehlo.bytecode(program.compiler_ir("stablehlo").operation),
         mesh=baseline.axes,
         platform=target.lowering_platform,
         inputs=(),

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from autoshard import hlo, lowering
-from autoshard.compat import jaxprs, shardy
+from autoshard.compat import jaxprs, stablehlo
 from autoshard.driver import Subject
 from autoshard.sites import Place, Site, site_of_location
 from autoshard.specs import Specs
@@ -37,8 +37,8 @@ def test_a_tag_goes_through_a_location() -> None:
 def test_every_lowered_site_is_known_by_its_tag_and_shape(name: str) -> None:
     analysis = subject(name).analysis
     by_tag = {
-        op.attributes[shardy.TAG].value: shardy.shape_of(op.results[0])
-        for op in shardy.walk(shardy.main_function(analysis.module).regions[0].blocks[0])
+        op.attributes[stablehlo.TAG].value: stablehlo.shape_of(op.results[0])
+        for op in stablehlo.walk(stablehlo.main_function(analysis.module).regions[0].blocks[0])
         if op.name == "sdy.sharding_constraint"
     }
     assert set(by_tag) == set(analysis.site_of_tag)
@@ -70,7 +70,7 @@ def test_a_function_jitted_once_and_called_six_times_stays_one_function() -> Non
         return sorted(collections.Counter(bodies).values())
 
     def functions(closed: jaxprs.ClosedJaxpr) -> int:
-        return str(shardy.lower_abstract(closed, shapes, "cpu")).count("func.func private")
+        return str(stablehlo.lower_abstract(closed, shapes, "cpu")).count("func.func private")
 
     plain, sited = of.analysis.program.step, constrained(of)
     assert calls(sited) == calls(plain) and max(calls(sited)) >= 5

@@ -14,7 +14,7 @@ from jax._src.interpreters import mlir as jax_mlir
 from jax._src.lib import tpu  # type: ignore[attr-defined]  # its stub does not export it
 from jaxlib.mlir import ir
 
-from autoshard.compat.shardy import Operation, Value
+from autoshard.compat.stablehlo import Operation, Value
 
 
 class _Unknown(Exception):

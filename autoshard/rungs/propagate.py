@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from autoshard.analysis import Analysis
-from autoshard.compat import shardy
+from autoshard.compat import partitioner, shardings
 from autoshard.cost import CostModel
 from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
@@ -26,7 +26,7 @@ class Propagator:
 
     def __init__(self, analysis: Analysis):
         self._analysis = analysis
-        self._attributes = shardy.Attributes(analysis.module.context)
+        self._attributes = shardings.Attributes(analysis.module.context)
 
     def judge(self, space: Space, layout: Layout, cost: CostModel) -> Estimate | Failure:
         """Predicts a step of one layout.
@@ -57,7 +57,7 @@ class Propagator:
         judged = partitioned(analysis, specs, self._attributes) if specs.mesh else None
 
         def ways(axes: frozenset[str]) -> float:
-            return math.prod(shardy.axis_size(a, sizes) for a in axes)
+            return math.prod(shardings.axis_size(a, sizes) for a in axes)
 
         n = len(kernels.value_bytes)
         divided = np.full(n, np.inf if judged else 1.0)
@@ -124,7 +124,7 @@ class Propagator:
         )
 
     def _regathered(
-        self, judged: shardy.Judged, sizes: dict[str, int], divided: np.ndarray
+        self, judged: partitioner.Judged, sizes: dict[str, int], divided: np.ndarray
     ) -> dict[int, float]:
         """By the value it makes, what a product reads beyond what was made: gathered in between."""
         kernels = self._analysis.kernels
@@ -132,7 +132,7 @@ class Propagator:
         for tag, operands in kernels.operands.items():
             extra = 0.0
             for value, axes in zip(operands, judged.operands.get(tag, ()), strict=False):
-                ways = math.prod(shardy.axis_size(a, sizes) for a in axes)
+                ways = math.prod(shardings.axis_size(a, sizes) for a in axes)
                 if ways < divided[value] < math.inf:
                     extra += kernels.value_bytes[value] * (1 / ways - 1 / divided[value])
             if extra:
@@ -140,7 +140,7 @@ class Propagator:
         return found
 
     def _communication(
-        self, judged: shardy.Judged, sizes: dict[str, int], forms: bool
+        self, judged: partitioner.Judged, sizes: dict[str, int], forms: bool
     ) -> tuple[list[Collective], list[tuple[int, float]]]:
         """What is sent, and the buffers that receive it as (position, bytes)."""
         kernels = self._analysis.kernels
@@ -154,7 +154,7 @@ class Propagator:
             collectives.append(
                 Collective(
                     kind=kind if kind != "sharded_to_unreduced" else "all_gather",
-                    group_size=int(math.prod(shardy.axis_size(a, sizes) for a in axes)),
+                    group_size=int(math.prod(shardings.axis_size(a, sizes) for a in axes)),
                     mesh_axes=axes,
                     bytes=int(max(before, after)),
                     count=int(trips),

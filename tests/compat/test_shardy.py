@@ -4,18 +4,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.compat import jaxprs, shardy
+from autoshard.compat import factor_rules, flattening, jaxprs, partitioner, shardings, stablehlo
 from tests.analysed import subject
 
 X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 
 
-def lowered(function, *shapes: jax.ShapeDtypeStruct) -> shardy.Operation:  # type: ignore[no-untyped-def]
-    return shardy.flatten(shardy.lower_abstract(jax.make_jaxpr(function)(*shapes), shapes, "cpu"))
+def lowered(function, *shapes: jax.ShapeDtypeStruct) -> stablehlo.Operation:  # type: ignore[no-untyped-def]
+    return flattening.flatten(
+        stablehlo.lower_abstract(jax.make_jaxpr(function)(*shapes), shapes, "cpu")
+    )
 
 
-def names(module: shardy.Operation) -> list[str]:
-    return [o.name for o in shardy.walk(shardy.main_function(module).regions[0].blocks[0])]
+def names(module: stablehlo.Operation) -> list[str]:
+    return [o.name for o in stablehlo.walk(stablehlo.main_function(module).regions[0].blocks[0])]
 
 
 @pytest.mark.parametrize(
@@ -32,16 +34,21 @@ def names(module: shardy.Operation) -> list[str]:
     ],
 )
 def test_shapes_of_printed_types(text: str, shape: tuple[int, ...], bits: int) -> None:
-    assert shardy.shape_and_bits(text) == (shape, bits)
+    assert stablehlo.shape_and_bits(text) == (shape, bits)
 
 
 def test_printed_shardings() -> None:
-    assert shardy.parse_sharding('#sdy.sharding<@mesh, [{"x", "y"}, {}]>') == (("x", "y"), ())
-    assert shardy.parse_sharding('#sdy.sharding<@mesh, [{"x":(1)4}, {?}]>') == (('"x":(1)4',), ())
-    assert shardy.parse_sharding('#sdy.sharding<@mesh, [{"x"}], replicated={"y"}>') == (("x",),)
-    assert shardy.axis_size('"x":(1)4', {"x": 8}) == 4 and shardy.axis_size("x", {"x": 8}) == 8
+    assert shardings.parse_sharding('#sdy.sharding<@mesh, [{"x", "y"}, {}]>') == (("x", "y"), ())
+    assert shardings.parse_sharding('#sdy.sharding<@mesh, [{"x":(1)4}, {?}]>') == (
+        ('"x":(1)4',),
+        (),
+    )
+    assert shardings.parse_sharding('#sdy.sharding<@mesh, [{"x"}], replicated={"y"}>') == (("x",),)
     assert (
-        shardy.sharding_text(((("x",), True), ((), True), ((), False)))
+        shardings.axis_size('"x":(1)4', {"x": 8}) == 4 and shardings.axis_size("x", {"x": 8}) == 8
+    )
+    assert (
+        shardings.sharding_text(((("x",), True), ((), True), ((), False)))
         == '#sdy.sharding<@mesh, [{"x", ?}, {?}, {}]>'
     )
 
@@ -99,21 +106,21 @@ def test_two_meshes_are_an_error_and_not_the_end_of_the_process() -> None:
     ids=["erf", "square", "erf_inv", "sinh", "top_k"],
 )
 def test_chlo_operations_have_rules(function) -> None:  # type: ignore[no-untyped-def]
-    module = shardy.with_rules(lowered(function, X))
-    for op in shardy.walk(shardy.main_function(module).regions[0].blocks[0]):
+    module = factor_rules.with_rules(lowered(function, X))
+    for op in stablehlo.walk(stablehlo.main_function(module).regions[0].blocks[0]):
         if op.name.startswith(("chlo.", "stablehlo.")) and op.name != "stablehlo.constant":
-            rule = shardy.factors_of(op)
+            rule = factor_rules.factors_of(op)
             assert rule is not None, op.name
             assert rule.operands[0][0] == rule.results[0][0] == [0]
             if op.name == "chlo.top_k":
                 assert rule.operands[0][1] != rule.results[0][1] == rule.results[1][1]
 
 
-def tags(module: shardy.Operation) -> dict[int, str]:
+def tags(module: stablehlo.Operation) -> dict[int, str]:
     return {
-        o.attributes[shardy.TAG].value: o.name
-        for o in shardy.walk(shardy.main_function(module).regions[0].blocks[0])
-        if shardy.TAG in o.attributes
+        o.attributes[stablehlo.TAG].value: o.name
+        for o in stablehlo.walk(stablehlo.main_function(module).regions[0].blocks[0])
+        if stablehlo.TAG in o.attributes
     }
 
 
@@ -123,7 +130,7 @@ def test_tags_survive_propagation() -> None:
     assert sorted(before) == list(range(len(before)))
     copy = module.clone()
     with module.context:
-        shardy.propagate(copy)
+        partitioner.propagate(copy)
     after = tags(copy)
     lost = {before[t] for t in before.keys() - after.keys()}
     # Constraints have done their work; constant expressions are copied to each use.
@@ -145,5 +152,5 @@ def test_equal_programs_have_equal_bytecode_whatever_their_lines() -> None:
         return jnp.tanh(x)
 
     first, second = (lowered(f, X) for f in (one, two))
-    assert shardy.bytecode(first) == shardy.bytecode(second)
-    assert shardy.bytecode(first) != shardy.bytecode(lowered(lambda x: jnp.tanh(x) + 1.0, X))
+    assert stablehlo.bytecode(first) == stablehlo.bytecode(second)
+    assert stablehlo.bytecode(first) != stablehlo.bytecode(lowered(lambda x: jnp.tanh(x) + 1.0, X))

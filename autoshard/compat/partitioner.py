@@ -1,0 +1,270 @@
+"""The Shardy partitioner in process: one layout put into a module, and what came of it."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jaxlib.mlir import ir
+
+from autoshard.compat.shardings import (
+    Attributes,
+    Dims,
+    axis_size,
+    distinct,
+    mesh_text,
+    parse_sharding,
+    sharding_text,
+)
+from autoshard.compat.stablehlo import (
+    TAG,
+    Attribute,
+    Block,
+    Operation,
+    Value,
+    main_function,
+    mesh_operation,
+    run_passes,
+    shape_and_bits,
+    walk,
+)
+
+_PROPAGATE = (
+    "builtin.module(sdy-propagation-pipeline,sdy-close-shardings,"
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
+)
+
+
+def propagate(operation: Operation) -> None:
+    """Runs the partitioner in place, up to explicit collectives."""
+    run_passes(operation, _PROPAGATE)
+
+
+Communication = tuple[str, tuple[str, ...], float, float, int, int, tuple[str, ...], str]
+
+
+class Judged:
+    """What the partitioner made of one layout, as plain data.
+
+    Attributes:
+      shards: tag -> for each result the set of mesh axes (or parts) that divide it.
+      contracted: tag of a product or reduction -> mesh axes that divide its work.
+      operands: tag of the same -> for each operand the mesh axes that divide what is read, which is
+        less than what was made where the partitioner gathers in between.
+      communication: (operation, mesh axes, local bytes in, local bytes out, a tag of its block, tag
+        of the operation before it, axes sliced right after it, location).
+      argument_axes: mesh axes of each argument of main.
+      argument_dims, result_dims: mesh axes of each dimension of the arguments and results of main.
+    """
+
+    __slots__ = (
+        "argument_axes",
+        "argument_dims",
+        "communication",
+        "contracted",
+        "operands",
+        "result_dims",
+        "shards",
+    )
+
+    def __init__(self) -> None:
+        self.shards: dict[int, tuple[frozenset[str], ...]] = {}
+        self.contracted: dict[int, frozenset[str]] = {}
+        self.operands: dict[int, tuple[frozenset[str], ...]] = {}
+        self.communication: list[Communication] = []
+        self.argument_axes: list[frozenset[str]] = []
+        self.argument_dims: list[tuple[tuple[str, ...], ...]] = []
+        self.result_dims: list[tuple[tuple[str, ...], ...]] = []
+
+
+def _before_cast(value: Value) -> Value:
+    """What is sent of a value: where a cast has just widened it, the narrow one.
+
+    Shardy reshards the result of a cast; XLA's partitioner gives every elementwise operation its
+    operands as the result is sharded, so that the cast comes after (seen with bf16 scores that are
+    cast to f32, jaxlib 0.10.2 for H100).
+    """
+    owner = value.owner
+    if isinstance(owner, ir.Block) or owner.name != "stablehlo.convert":
+        return value
+    narrow = owner.operands[0]
+    bits = [shape_and_bits(str(v.type))[1] for v in (narrow, value)]
+    return narrow if bits[0] < bits[1] else value
+
+
+_CONTRACTING = frozenset({"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.reduce"})
+
+
+def judge(
+    module: Operation,
+    mesh: Sequence[tuple[str, int]],
+    inputs: Sequence[Dims],
+    outputs: Sequence[Dims],
+    sites: dict[int, Dims],
+    site_of_tag: dict[int, int],
+    attributes: Attributes,
+) -> Judged:
+    """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result."""
+    sizes = dict(mesh)
+    with module.context:
+        copy = module.clone()
+        mesh_operation(copy).attributes["mesh"] = attributes(mesh_text(mesh))
+        main = main_function(copy)
+        main.attributes["arg_attrs"] = attributes(_attribute_list(inputs))
+        main.attributes["res_attrs"] = attributes(_attribute_list(outputs))
+        for op in walk(main.regions[0].blocks[0]):
+            if op.name == "sdy.sharding_constraint":
+                dims = sites.get(site_of_tag.get(op.attributes[TAG].value, -1))
+                if dims is not None:
+                    op.attributes["sharding"] = attributes(sharding_text(dims))
+        propagate(copy)
+        return _read(main_function(copy), sizes)
+
+
+def _attribute_list(tensors: Sequence[Dims]) -> str:
+    return "[" + ", ".join("{sdy.sharding = " + sharding_text(d) + "}" for d in tensors) + "]"
+
+
+def _dims_of(named: Any) -> tuple[tuple[str, ...], ...]:
+    return parse_sharding(str(named["sdy.sharding"])) if "sdy.sharding" in named else ()
+
+
+def _read(main: Operation, sizes: dict[str, int]) -> Judged:
+    judged = Judged()
+    memo: dict[Attribute, tuple[frozenset[str], ...]] = {}
+
+    def axes_of(attribute: Attribute) -> tuple[frozenset[str], ...]:
+        found = memo.get(attribute)
+        if found is None:
+            parts = str(attribute).split("<@")[1:]
+            found = tuple(
+                frozenset(a for dim in parse_sharding("<@" + part) for a in dim) for part in parts
+            )
+            memo[attribute] = found
+        return found
+
+    of_value: dict[Value, frozenset[str]] = {}
+    # Sums over devices that nothing has used yet, by value: where they stand in `communication`.
+    sums: dict[Value, int] = {}
+    merged: set[int] = set()
+    gathered: set[tuple[Value, Attribute]] = set()
+    empty: frozenset[str] = frozenset()
+    block = main.regions[0].blocks[0]
+    for argument, attribute in zip(block.arguments, main.attributes["arg_attrs"], strict=True):
+        named = ir.DictAttr(attribute)
+        axes = axes_of(named["sdy.sharding"])[0] if "sdy.sharding" in named else empty
+        of_value[argument] = axes
+        judged.argument_dims.append(_dims_of(named))
+        judged.argument_axes.append(axes)
+    judged.result_dims = [_dims_of(ir.DictAttr(a)) for a in main.attributes["res_attrs"]]
+
+    def bytes_of(value: Value, axes: frozenset[str]) -> float:
+        dims, bits = shape_and_bits(str(value.type))
+        size = float(bits) / 8
+        for n in dims:
+            size *= n
+        for a in axes:
+            size /= axis_size(a, sizes)
+        return size
+
+    def visit(block: Block) -> None:
+        # Collectives take the trip count of the block they stand in: that of its first operation.
+        own_tag = next(
+            (o.attributes[TAG].value for o in block.operations if TAG in o.attributes), -1
+        )
+        last_tag = own_tag
+        for o in block.operations:
+            op = o.operation
+            held = op.attributes
+            name = op.name
+            if TAG in held:
+                last_tag = held[TAG].value
+                shards: tuple[frozenset[str], ...] = ()
+                if "sdy.sharding" in held:
+                    shards = axes_of(held["sdy.sharding"])
+                results = op.results
+                shards += (empty,) * (len(results) - len(shards))
+                judged.shards[last_tag] = shards
+                for result, axes in zip(results, shards, strict=False):
+                    of_value[result] = axes
+                if name == "stablehlo.add" and all(v in sums for v in op.operands):
+                    first, second = (sums.pop(v) for v in op.operands)
+                    if _alike(judged.communication[first], judged.communication[second]):
+                        merged.add(second)
+                        if _used_once(op.results[0]):
+                            sums[op.results[0]] = first
+                if name in _CONTRACTING:
+                    every = set(shards[0])
+                    given = tuple(of_value.get(operand, empty) for operand in op.operands)
+                    every.update(*given)
+                    judged.operands[last_tag] = given
+                    judged.contracted[last_tag] = frozenset(distinct(every))
+                if name == "stablehlo.while":
+                    for region in op.regions:
+                        inner = region.blocks[0]
+                        for argument, axes in zip(inner.arguments, shards, strict=True):
+                            of_value[argument] = axes
+                        visit(inner)
+                elif name in ("stablehlo.case", "stablehlo.if"):
+                    for region in op.regions:
+                        for inner in region.blocks:
+                            visit(inner)
+            elif name.startswith("sdy.") and "out_sharding" in held:
+                out = axes_of(held["out_sharding"])[0]
+                result = op.results[0]
+                of_value[result] = out
+                if name == "sdy.all_slice":
+                    if op.operands[0] in sums and _used_once(result):
+                        sums[result] = sums.pop(op.operands[0])
+                    continue
+                before = of_value.get(op.operands[0], empty)
+                sliced: tuple[str, ...] = ()
+                if name == "sdy.all_reduce":
+                    involved = tuple(dict.fromkeys(_AXIS.findall(str(held["reduction_axes"]))))
+                    users = list(result.uses)
+                    if len(users) == 1 and users[0].owner.name == "sdy.all_slice":
+                        after = axes_of(users[0].owner.attributes["out_sharding"])[0]
+                        sliced = tuple(sorted(after - out))
+                elif name == "sdy.all_gather":
+                    involved = tuple(dict.fromkeys(_AXIS.findall(str(held["gathering_axes"]))))
+                elif name == "sdy.all_to_all":
+                    involved = tuple(dict.fromkeys(_AXIS.findall(str(held["params"]))))
+                else:
+                    involved = distinct(out | before)
+                if name == "sdy.all_gather":
+                    # XLA's common-subexpression elimination: the same value is gathered once.
+                    if (same := (op.operands[0], held["out_sharding"])) in gathered:
+                        continue
+                    gathered.add(same)
+                sent = op.operands[0] if name == "sdy.all_reduce" else _before_cast(op.operands[0])
+                judged.communication.append(
+                    (
+                        name.removeprefix("sdy."),
+                        tuple(a.strip('"') if ":" not in a else a for a in involved),
+                        bytes_of(sent, before),
+                        bytes_of(sent, out),
+                        own_tag,
+                        last_tag,
+                        sliced,
+                        str(op.location)[:200],
+                    )
+                )
+                if name == "sdy.all_reduce" and _used_once(result):
+                    sums[result] = len(judged.communication) - 1
+
+    visit(block)
+    judged.communication = [c for i, c in enumerate(judged.communication) if i not in merged]
+    return judged
+
+
+def _used_once(value: Value) -> bool:
+    return len(list(itertools.islice(value.uses, 2))) == 1
+
+
+def _alike(one: Communication, other: Communication) -> bool:
+    """Whether two sums over devices run over the same ones and are cut alike afterwards: XLA adds
+    first, and sends once (its passes all-reduce-reassociate and reduce-scatter-reassociate)."""
+    return (one[1], one[4], one[6]) == (other[1], other[4], other[6])
+
+
+_AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')

@@ -1,0 +1,155 @@
+"""StableHLO modules in process: made, copied, numbered, read (jaxlib.mlir; 0.10 to 0.12)."""
+
+import functools
+import io
+import re
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jaxlib.mlir import ir, passmanager
+
+from autoshard.compat import jaxprs
+
+# jaxlib's type stubs lack much of what its MLIR objects have, and differ between versions.
+Module: TypeAlias = Any
+Operation: TypeAlias = Any
+Value: TypeAlias = Any
+Block: TypeAlias = Any
+Attribute: TypeAlias = Any
+
+MESH_NAME = "mesh"
+"""Every module here names one mesh, so."""
+
+
+def lower_abstract(
+    closed: jaxprs.ClosedJaxpr, shapes: Sequence[jax.ShapeDtypeStruct], platform: str
+) -> Module:
+    """Lowers a flat step for a platform without any device; no argument is dropped."""
+    jitted = jax.jit(jaxprs.as_function(closed), keep_unused=True)
+    lowered = jitted.trace(*shapes).lower(lowering_platforms=(platform,))
+    return lowered.compiler_ir("stablehlo")
+
+
+def run_passes(operation: Operation, pipeline: str) -> None:
+    manager = passmanager.PassManager.parse(pipeline)
+    manager.enable_verifier(False)  # halves the time; the compiler verifies the real program
+    manager.run(operation)
+
+
+def clone(module: Module) -> Operation:
+    return module.operation.clone()
+
+
+def bytecode(operation: Operation, strip_locations: bool = True) -> bytes:
+    """The module as bytecode; without locations equal programs have equal bytes."""
+    with operation.context:
+        if strip_locations:
+            operation = operation.clone()
+            run_passes(operation, "builtin.module(strip-debuginfo)")
+        buffer = io.BytesIO()
+        operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
+TAG = "autoshard.op"
+
+
+def tag(module: Operation) -> None:
+    """Numbers the operations of main in walking order; the numbers survive propagation."""
+    with module.context:
+        kind = ir.IntegerType.get_signless(32)
+        for i, op in enumerate(walk(main_function(module).regions[0].blocks[0])):
+            op.attributes[TAG] = ir.IntegerAttr.get(kind, i)
+
+
+def constraint_locations(module: Operation) -> list[tuple[int, str]]:
+    """(tag, location) of every sharding constraint in a tagged module."""
+    return [
+        (op.attributes[TAG].value, str(op.location))
+        for op in walk(main_function(module).regions[0].blocks[0])
+        if op.name == "sdy.sharding_constraint"
+    ]
+
+
+def text(module: Operation) -> str:
+    """The module as text, without locations; large constants are written whole."""
+    return str(module.get_asm(enable_debug_info=False))
+
+
+def text_without(module: Operation, tags: Container[int]) -> str:
+    """The same of a tagged module, without the constraints of these tags and without tags."""
+    with module.context:
+        copy = module.clone()
+        for op in list(walk(main_function(copy).regions[0].blocks[0])):
+            if op.attributes[TAG].value in tags:
+                op.results[0].replace_all_uses_with(op.operands[0])
+                op.erase()
+            else:
+                del op.attributes[TAG]
+        return text(copy)
+
+
+def main_function(module: Operation) -> Operation:
+    for op in module.regions[0].blocks[0].operations:
+        if op.operation.name == "func.func" and op.operation.attributes["sym_name"].value == "main":
+            return op.operation
+    raise ValueError("the module has no main function")
+
+
+def mesh_operation(module: Operation) -> Operation:
+    """The one mesh of a flattened module."""
+    for op in module.regions[0].blocks[0].operations:
+        operation = op.operation
+        if operation.name == "sdy.mesh" and operation.attributes["sym_name"].value == MESH_NAME:
+            return operation
+    raise ValueError("the module has no mesh")
+
+
+def shape_of(value: Value) -> tuple[int, ...]:
+    return shape_and_bits(str(value.type))[0]
+
+
+def dtype_of(value: Value) -> str:
+    """The element type in MLIR's words, such as `bf16`."""
+    return str(ir.RankedTensorType(value.type).element_type)
+
+
+def strides(operation: Operation) -> list[int]:
+    """How many elements of the larger side lie between two of a slice's or a pad's smaller one."""
+    attributes = operation.attributes
+    if operation.name == "stablehlo.slice":
+        return list(ir.DenseI64ArrayAttr(attributes["strides"]))
+    if operation.name == "stablehlo.pad":
+        return [n + 1 for n in ir.DenseI64ArrayAttr(attributes["interior_padding"])]
+    return []
+
+
+@functools.lru_cache(maxsize=4096)
+def shape_and_bits(type_text: str) -> tuple[tuple[int, ...], int]:
+    """(dimensions, bits an element) of a printed tensor type such as `tensor<8x4xbf16>`.
+
+    Tokens and tuples have no elements: ((0,), 0).
+    """
+    found = re.fullmatch(r"tensor<((?:\d+x)*)([^,>]+(?:<[^>]*>)?)(?:,.*)?>", type_text)
+    if not found:
+        return (0,), 0
+    dims = tuple(int(d) for d in found.group(1).split("x") if d)
+    element = found.group(2)
+    if element == "i1":
+        return dims, 8
+    if element.startswith("complex"):
+        return dims, 2 * int(re.search(r"f(\d+)", element).group(1))  # type: ignore[union-attr]
+    bits = re.search(r"(\d+)", element)
+    return dims, int(bits.group(1)) if bits else 0
+
+
+def walk(block: Block) -> Iterator[Operation]:
+    """Every operation of a block and of the regions inside, in order, outer before inner."""
+    for op in block.operations:
+        operation = op.operation
+        yield operation
+        if operation.name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"):
+            for region in operation.regions:
+                for inner in region.blocks:
+                    yield from walk(inner)
