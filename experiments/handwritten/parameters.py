@@ -38,6 +38,7 @@ _BLOCKS: dict[str, Names] = {
     r"patches\.bias|class_token": ("embed",),
     "positions": (None, "embed"),
 }
+_VIT = _BLOCKS | {r"head\.kernel": ("embed", None), r"head\.bias": (None,)}
 
 PARAMETERS: dict[str, dict[str, Names]] = {
     "mlp": {
@@ -56,7 +57,8 @@ PARAMETERS: dict[str, dict[str, Names]] = {
         r"experts\.down": ("exp", "mlp_moe", "embed_moe"),
     },
     "encoder_decoder": _STREAM | _ATTENTION | _GATED | {r"bias\.table": (None, "heads")},
-    "vit": _BLOCKS | {r"head\.kernel": ("embed", None), r"head\.bias": (None,)},
+    "vit": _VIT,
+    "linen_vit": _VIT,
     "clip": _BLOCKS
     | {
         "embedding": ("vocab", "embed_vocab"),
@@ -80,15 +82,33 @@ PARAMETERS: dict[str, dict[str, Names]] = {
         r"head\.kernel": ("embed_vocab", "vocab"),
         r"head\.bias": ("vocab",),
     },
+    "linen_recurrent": {
+        r"embedding\.embedding": ("vocab", "embed_vocab"),
+        r"[ih][rzn]\.kernel": ("embed", "hidden"),
+        r"[ih][rzn]\.bias": ("hidden",),
+        r"head\.kernel": ("embed_vocab", "vocab"),
+        r"head\.bias": ("vocab",),
+    },
+    "plain_gpt": {
+        "embed_VD": ("vocab", "embed_vocab"),
+        "head_DV": ("embed_vocab", "vocab"),
+        "(query|key|value)_LDHK": ("embed", "heads", None),
+        "out_LHKD": ("heads", None, "embed"),
+        "up_LDF": ("embed", "mlp"),
+        "down_LFD": ("mlp", "embed"),
+    },
     "recommender": {r"tables\.\d+": ("rows", "columns")},
     "graph_network": {},
     "resnet50": {},
     "resnet152": {},
     "unet": {},
+    "linen_resnet": {},
 }
 """For each model: pattern of the last words of a path, joined by dots -> names."""
 
-UNNAMED = frozenset({"recommender", "graph_network", "resnet50", "resnet152", "unet"})
+UNNAMED = frozenset(
+    {"recommender", "graph_network", "resnet50", "resnet152", "unet", "linen_resnet"}
+)
 """No layout names the other dimensions of these models' parameters; none of them is stacked."""
 
 

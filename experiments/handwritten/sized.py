@@ -29,6 +29,8 @@ class SizedCase:
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformation
     sample: Callable[[int], Any]
+    kind: str = "nnx"
+    inputs: None = None
 
 
 def decoder_case(size: DecoderSize) -> SizedCase:

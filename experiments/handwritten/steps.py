@@ -1,34 +1,24 @@
 """A case of the zoo under its hand-written layouts."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
-import optax
 
 from experiments.handwritten import trainer
 from experiments.handwritten.layouts import HandLayout, Rules
 from experiments.handwritten.parameters import names_of
 from experiments.handwritten.rules import HAND_LAYOUTS
+from experiments.handwritten.train_steps import Trained, train_step
 
 
-class HandCase(Protocol):
-    """What a hand-written step needs of a case; as in `experiments.zoo`, of kind "nnx"."""
+class HandCase(Trained, Protocol):
+    """What a hand-written step needs of a case; as in `experiments.zoo`."""
 
-    # Properties, so that the fields of a frozen dataclass fit.
     @property
     def name(self) -> str: ...
     @property
     def config(self) -> Any: ...
-    @property
-    def make_model(self) -> Callable[[], Any]: ...
-    @property
-    def loss(self) -> Callable[..., Any]: ...
-    @property
-    def optimizer(self) -> optax.GradientTransformation: ...
-    @property
-    def sample(self) -> Callable[[int], Any]: ...
 
 
 def hand_steps(case: HandCase, device_count: int) -> dict[str, HandLayout]:
@@ -52,10 +42,12 @@ def prepare(case: HandCase, layout: HandLayout, devices: list[jax.Device]) -> tr
       ValueError: the devices that share the batch do not divide it.
     """
     rules = Rules.on(layout, devices)
+    loss = case.loss
+    if case.kind == "nnx":
+        loss = functools.partial(loss, constrain=rules.constrain)
     return trainer.prepare(
         rules,
-        case.make_model,
-        functools.partial(case.loss, constrain=rules.constrain),
+        *train_step(case, loss),
         functools.partial(names_of, case.name),
         case.optimizer,
         case.sample(0),

@@ -1,20 +1,14 @@
-"""The hand-written train step: jit with shardings, state born sharded, donated."""
+"""A train step under a layout by hand: jit with shardings, state born sharded, donated."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from flax import nnx
 
 from experiments.handwritten.layouts import Names, Rules
-
-State = dict[str, Any]
-Step = Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
-Loss = Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]
-"""(module, batch) -> (scalar, metrics); it may change the module's variables."""
+from experiments.handwritten.train_steps import State, Step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +38,8 @@ class Built:
 
 def prepare(
     rules: Rules,
-    make_model: Callable[[], nnx.Module],
-    loss: Loss,
+    step: Step,
+    init: Callable[[], State],
     names_of: Callable[[str, int], Names],
     optimizer: optax.GradientTransformation,
     batch: Any,
@@ -53,11 +47,10 @@ def prepare(
     """The step with its shardings.
 
     Args:
-      loss: its activations constrained by `rules`.
+      step, init: of `train_steps`, its activations constrained by `rules`.
       names_of: (path of a parameter, its rank) -> the names of its last dimensions.
       batch: the global batch, or its shapes.
     """
-    step, init = train_step(make_model, loss, optimizer)
     state_shardings = shardings(rules, names_of, optimizer, jax.eval_shape(init))
     batch_shardings = jax.tree_util.tree_map_with_path(
         lambda path, x: rules.batch(_key(path), x.shape), batch
@@ -73,51 +66,6 @@ def prepare(
         state=state_shardings,
         batch=batch_shardings,
     )
-
-
-def train_step(
-    make_model: Callable[[], nnx.Module], loss: Loss, optimizer: optax.GradientTransformation
-) -> tuple[Step, Callable[[], State]]:
-    """(step, init) of a state {"step", "params", "extra", "opt_state"} of plain arrays.
-
-    "extra" is what the model changes besides its parameters: batch statistics, random keys and
-    their counts.
-    """
-    graphdef, abstract_params, abstract_extra = _split(nnx.eval_shape(make_model))
-
-    def init() -> State:
-        _, params, extra = _split(make_model())
-        pure = nnx.to_pure_dict(params)
-        return {
-            "step": jnp.zeros((), jnp.int32),
-            "params": pure,
-            "extra": nnx.to_pure_dict(extra),
-            "opt_state": optimizer.init(pure),
-        }
-
-    def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
-        def run(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]:
-            model = nnx.merge(
-                graphdef, _boxed(abstract_params, params), _boxed(abstract_extra, state["extra"])
-            )
-            value, metrics = loss(model, batch)
-            # The rest of a module is the same as at first: no loss adds variables.
-            _, _, extra = _split(model)
-            return value, (nnx.to_pure_dict(extra), metrics)
-
-        (value, (extra, metrics)), gradients = jax.value_and_grad(run, has_aux=True)(
-            state["params"]
-        )
-        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        new_state = {
-            "step": state["step"] + 1,
-            "params": optax.apply_updates(state["params"], updates),
-            "extra": extra,
-            "opt_state": opt_state,
-        }
-        return new_state, {"loss": value, **metrics}
-
-    return step, init
 
 
 def shardings(
@@ -149,17 +97,6 @@ def shardings(
         "extra": jax.tree.map(lambda _: rules.replicated(), state["extra"]),
         "opt_state": moments,
     }
-
-
-def _split(module: nnx.Module) -> tuple[Any, Any, Any]:
-    """(graphdef, State of the parameters, State of all other variables)."""
-    graphdef, params, *rest = nnx.split(module, nnx.Param, ...)
-    return graphdef, params, rest[0]
-
-
-def _boxed(abstract: Any, arrays: Any) -> Any:
-    """The nnx.State `abstract` with `arrays`, a pure dict of the same paths, in its Variables."""
-    return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(arrays))
 
 
 def _key(path: tuple[Any, ...]) -> str:

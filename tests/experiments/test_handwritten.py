@@ -16,12 +16,11 @@ from jax.sharding import SingleDeviceSharding
 
 from autoshard.integrations.flax import TrainState
 from experiments import sizes
-from experiments.handwritten import rules, sized, steps, trainer
+from experiments.handwritten import rules, sized, steps, train_steps, trainer
 from experiments.handwritten.layouts import HandLayout, Rules
 from experiments.zoo.cases import CASES, case
 from tests.compiled import compiled
 
-NNX = [name for name in CASES if case(name, "small").kind == "nnx"]
 # What differs most from data parallel, and all that one kind of model has alone. The others are
 # marked slow: compiling a layout takes 2 to 20 seconds.
 QUICKLY = {
@@ -38,10 +37,14 @@ QUICKLY = {
     ("recommender", "tables by columns"),
     ("graph_network", "edge parallel"),
     ("clip", "data parallel"),
+    ("linen_vit", "fsdp"),
+    ("linen_resnet", "fsdp"),
+    ("linen_recurrent", "tensor parallel"),
+    ("plain_gpt", "fsdp x tensor parallel 4x2"),
 }
 EVERY = [
     pytest.param(name, layout, marks=() if (name, layout) in QUICKLY else pytest.mark.slow)
-    for name in NNX
+    for name in CASES
     for layout in steps.hand_steps(case(name, "small"), 8)
 ]
 
@@ -58,7 +61,7 @@ def of(name):
 @functools.cache
 def initial(name):
     """The state of `of(name)` on the host."""
-    _, init = trainer.train_step(of(name).make_model, of(name).loss, of(name).optimizer)
+    _, init = train_steps.train_step(of(name))
     return jax.tree.map(np.asarray, readable(compiled(init)()))
 
 
@@ -67,10 +70,31 @@ def unsharded(name):
     """The state after a step of the case's own workload, and its metrics; on the host."""
     workload = of(name).workload()
     shapes, device = jax.eval_shape(workload.init), SingleDeviceSharding(jax.devices()[0])
-    before = placed(TrainState(**initial(name)), shapes, jax.tree.map(lambda _: device, shapes))
+    before = placed(
+        of_workload(name, initial(name)), shapes, jax.tree.map(lambda _: device, shapes)
+    )
     batch = of(name).sample(0)
     after, metrics = compiled(workload.step, before, batch)(before, batch)
-    return jax.tree.map(np.asarray, readable((dataclasses.asdict(after), metrics)))
+    return jax.tree.map(np.asarray, readable((by_hand(name, after), metrics)))
+
+
+def of_workload(name, state):
+    """A state by hand as the case's workload has it."""
+    kind = of(name).kind
+    if kind == "plain":
+        return state["params"]
+    return TrainState(
+        **state | ({"extra": {"collections": state["extra"]}} if kind == "linen" else {})
+    )
+
+
+def by_hand(name, state):
+    """The parts that can be compared of a workload's state, as a state by hand has them."""
+    kind = of(name).kind
+    if kind == "plain":
+        return {"params": state, "extra": {}}
+    extra = state.extra["collections"] if kind == "linen" else state.extra
+    return {"params": state.params, "extra": extra}
 
 
 @functools.cache
@@ -115,7 +139,7 @@ def gathered(name, layout):
 def shapes_of(name, scale):
     """The state with the case's own optimizer."""
     chosen = case(name, scale)
-    _, init = trainer.train_step(chosen.make_model, chosen.loss, chosen.optimizer)
+    _, init = train_steps.train_step(chosen)
     return jax.eval_shape(init)
 
 
@@ -151,15 +175,17 @@ def test_the_layouts_of_8_devices():
         "recommender": [*everywhere, "tables by rows", "tables by columns"],
         "graph_network": [*everywhere, "edge parallel"],
         **{x: [*everywhere, "data x spatial 4x2"] for x in ("resnet50", "resnet152", "unet")},
+        "linen_resnet": everywhere,
     }
-    for name in NNX:
+    for name in CASES:
         assert list(steps.hand_steps(case(name, "small"), 8)) == own.get(name, megatron), name
 
 
-def test_every_case_in_nnx_has_layouts_and_no_other():
-    assert sorted(rules.HAND_LAYOUTS) == sorted(NNX)
-    with pytest.raises(ValueError, match="no hand layouts for 'linen_vit': expected one of"):
-        steps.hand_steps(case("linen_vit", "small"), 8)
+def test_every_case_has_layouts_and_no_other():
+    assert sorted(rules.HAND_LAYOUTS) == sorted(CASES)
+    unknown = dataclasses.replace(case("vit", "small"), name="unknown")
+    with pytest.raises(ValueError, match="no hand layouts for 'unknown': expected one of"):
+        steps.hand_steps(unknown, 8)
 
 
 @pytest.mark.parametrize(("name", "layout"), EVERY)
@@ -191,12 +217,12 @@ def norm_of(arrays):
 
 
 @pytest.mark.parametrize("devices", [4, 8])
-@pytest.mark.parametrize("name", NNX)
+@pytest.mark.parametrize("name", CASES)
 def test_fsdp_divides_all_that_divides(name, devices):
     leaves = specs(name, "fsdp", devices, "shrunk")
     for path, (shape, part, _) in leaves.items():
         if "['params']" in path:
-            layers = 1 if "['layers']['" in path else 0  # stacked layers stay whole
+            layers = 1 if re.search(r"\['layers'\]\['|_L", path) else 0  # stacked ones stay whole
             divides = any(size % devices == 0 for size in shape[layers:])
             assert math.prod(shape) == math.prod(part) * (devices if divides else 1), path
     whole = specs(name, "fsdp, vectors whole", devices, "shrunk")
@@ -205,7 +231,7 @@ def test_fsdp_divides_all_that_divides(name, devices):
             assert part == shape, path
 
 
-@pytest.mark.parametrize("name", NNX)
+@pytest.mark.parametrize("name", CASES)
 def test_every_layout_of_a_shrunk_model_divides_its_state_or_its_batch(name):
     chosen = case(name, "shrunk")
     for devices in (4, 8):
@@ -302,7 +328,7 @@ def test_factored_moments_are_whole_and_others_lie_as_their_parameters():
 
 def test_a_layout_trains_with_the_factored_moments_of_its_case():
     chosen = case("encoder_decoder", "small")
-    step, init = trainer.train_step(chosen.make_model, chosen.loss, chosen.optimizer)
+    step, init = train_steps.train_step(chosen)
     layout = steps.hand_steps(chosen, 8)["fsdp x tensor parallel 4x2"]
     prepared = steps.prepare(chosen, layout, jax.devices())
     params = initial("encoder_decoder")["params"]
