@@ -23,7 +23,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 6
+MODEL_REVISION = 7
 """Part of every journal key: raise it when a change here, or to sites, changes estimates."""
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")

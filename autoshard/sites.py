@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jax.sharding import NamedSharding
 
@@ -83,7 +83,7 @@ class Place(enum.StrEnum):
     """Where a site sits relative to the equation that makes or uses its value."""
 
     RESULT = "result"  # after the equation that computes the value
-    USE = "use"  # between a parameter and the contraction that uses it
+    USE = "use"  # between a value and the contraction that uses it
     ENTRY = "entry"  # at the entry of a loop body
 
 
@@ -94,6 +94,11 @@ class Site:
     Attributes:
       index: the number in its tag.
       storage: whether it takes storage rules; the others take compute rules.
+      batch_first: where the batch and another axis ask for one mesh axis, the batch has it. Not so
+        in products that go to the parameters: tokens go to where experts lie, and come back.
+      passing: an activation on its way into a product; it takes a constraint only where the layout
+        gives its two ends different shardings.
+      owned: dimensions in which each element meets a parameter of its own in that product.
       shape: of the value; inside a scan body, of one iteration.
       operation: the primitive that makes it, or uses it.
       source: `file:line` of the user's code, "" if unknown.
@@ -102,6 +107,9 @@ class Site:
     index: int
     place: Place
     storage: bool
+    batch_first: bool = True
+    passing: bool = False
+    owned: tuple[int, ...] = ()
     shape: tuple[int, ...]
     operation: str
     source: str
@@ -135,13 +143,25 @@ class SiteMap:
         self._loops: dict[int, jaxprs.JaxprEqn] = {}
         self._find(closed.jaxpr, loop=None)
 
-    def _add(self, place: Place, var: jaxprs.Var, storage: bool, eqn: jaxprs.JaxprEqn) -> int:
+    def _add(
+        self,
+        place: Place,
+        var: jaxprs.Var,
+        storage: bool,
+        eqn: jaxprs.JaxprEqn,
+        batch_first: bool = True,
+        passing: bool = False,
+        owned: Sequence[int] = (),
+    ) -> int:
         index = len(self.sites)
         self.sites.append(
             Site(
                 index=index,
                 place=place,
                 storage=storage,
+                batch_first=batch_first,
+                passing=passing,
+                owned=tuple(owned),
                 shape=tuple(var.aval.shape),
                 operation=eqn.primitive.name,
                 source=jaxprs.source_line(eqn),
@@ -166,6 +186,9 @@ class SiteMap:
             for i, var in enumerate(jaxpr.invars):
                 if _worth(var) and flow.of(var):
                     entries[i] = self._add(Place.ENTRY, var, flow.storage(var), loop)
+        passing: dict[jaxprs.Var, int] = {}
+        # What lies as parameters do: products that go to them, and what is made of such alone.
+        from_products: set[jaxprs.Var] = set()
         returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
         turned = _only_transposed(jaxpr)
         for e, eqn in enumerate(jaxpr.eqns):
@@ -182,6 +205,20 @@ class SiteMap:
                         uses[e, i] = self._add(
                             Place.USE, operand, not mixes and name in CONTRACTIONS, eqn
                         )
+            beside = self._goes_to_parameters(eqn) or _made_of(from_products, eqn, links)
+            for i, operand in enumerate(eqn.invars if name == "dot_general" else ()):
+                if not _worth(operand) or not flow.of(operand) or flow.state_only(operand):
+                    continue
+                if beside == (operand in from_products):
+                    continue
+                if operand not in passing:  # what several products use goes to all of them at once
+                    owned = eqn.params["dimension_numbers"][1][i] if beside else ()
+                    passing[operand] = self._add(
+                        Place.USE, operand, False, eqn, not beside, passing=True, owned=owned
+                    )
+                uses[e, i] = passing[operand]
+            if beside:
+                from_products.update(eqn.outvars)
             if links:
                 opens = name in jaxprs.LOOPS
             elif name in _OPENERS or (
@@ -198,8 +235,23 @@ class SiteMap:
                 if var in turned:
                     continue  # its site comes after the transpose
                 if wanted and _worth(var) and flow.of(var):
-                    results[e, o] = self._add(Place.RESULT, var, flow.storage(var), eqn)
+                    results[e, o] = self._add(
+                        Place.RESULT, var, flow.storage(var), eqn, batch_first=not beside
+                    )
                     settled.add(var)
+
+    def _goes_to_parameters(self, eqn: jaxprs.JaxprEqn) -> bool:
+        """Whether a product has a batch dimension in common with a parameter or its gradient.
+
+        So it is with experts: each has a matrix of its own, and whoever has the matrix has to do
+        the work. The products of other matrices can be done where the activation lies.
+        """
+        if eqn.primitive.name != "dot_general":
+            return False
+        _, (batch, _) = eqn.params["dimension_numbers"]
+        flow = self._flow
+        parameters = any(flow.state_only(v) for v in eqn.invars if _worth(v))
+        return bool(batch) and (parameters or any(flow.storage(v) for v in eqn.outvars))
 
     def constrained(
         self, sharding_of: Callable[[Site], NamedSharding | None]
@@ -220,6 +272,7 @@ class SiteMap:
             results = self._results[id(jaxpr)]
             alias: dict[jaxprs.Var, jaxprs.Var] = {}
             eqns: list[jaxprs.JaxprEqn] = []
+            pinned: dict[int, jaxprs.Atom] = {}
 
             def read(v: jaxprs.Atom) -> jaxprs.Atom:
                 return v if isinstance(v, jaxprs.Literal) else alias.get(v, v)
@@ -240,7 +293,10 @@ class SiteMap:
                 invars = [read(v) for v in new.invars]
                 for i in range(len(invars)):
                     if (e, i) in uses:
-                        invars[i] = pin(uses[e, i], invars[i], eqn)
+                        index = uses[e, i]
+                        if index not in pinned:
+                            pinned[index] = pin(index, invars[i], eqn)
+                        invars[i] = pinned[index]
                 eqns.append(new.replace(invars=invars))
                 for o, var in enumerate(eqn.outvars):
                     if (e, o) in results:
@@ -278,6 +334,15 @@ def _only_transposed(jaxpr: jaxprs.Jaxpr) -> set[jaxprs.Var]:
         if not isinstance(v, jaxprs.Literal) and v in uses:
             uses[v].append("returned")
     return {v for v, names in uses.items() if names == ["transpose"]}
+
+
+def _made_of(values: set[jaxprs.Var], eqn: jaxprs.JaxprEqn, links: Sequence[object]) -> bool:
+    """Whether an operation, no product and no loop, has arrays of these alone as operands."""
+    name = eqn.primitive.name
+    arrays = [v for v in eqn.invars if _worth(v)]
+    if name in CONTRACTIONS or (links and name in jaxprs.LOOPS):
+        return False
+    return bool(arrays) and all(v in values for v in arrays)
 
 
 def _worth(var: jaxprs.Atom) -> bool:

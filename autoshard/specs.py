@@ -46,52 +46,54 @@ class Specs:
 class _Resolver:
     """Turns rules into specs; remembers what was dropped and which rules did anything."""
 
-    def __init__(self, layout: Layout, small: int, loops: frozenset[str]):
+    def __init__(self, layout: Layout, small: int, axes: Axes):
         self.layout = layout
         self.small = small
-        self.loops = loops
+        self.loops = loop_axes(axes)
+        self.batch = frozenset(a.name for a in axes.axes if a.is_batch)
         self.sizes = layout.sizes
         self.tables = {True: dict(layout.storage), False: dict(layout.compute)}
         self.occurrence = dict(layout.occurrences)
         self.dropped: dict[str, None] = {}
         self.used: set[tuple[bool, str]] = set()
-        self._memo: dict[tuple[Dimensions, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
+        self._memo: dict[tuple[Dimensions, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
 
-    def site(self, dims: Dimensions, storage: bool) -> SiteSpec:
-        return self._known(dims, storage)[0]
+    def site(self, dims: Dimensions, site: Site) -> SiteSpec | None:
+        """None for a value that passes from one sharding to the same."""
+        found, _ = self._known(dims, site.storage, site.batch_first)
+        if site.passing and found == self._known(dims, site.storage, not site.batch_first)[0]:
+            return None
+        return found
 
     def leaf(self, dims: Dimensions, storage: bool, path: str) -> SiteSpec:
-        spec, dropped = self._known(dims, storage)
+        spec, dropped = self._known(dims, storage, False)
         for sentence in dropped:
             self.dropped.setdefault(path + sentence)
         return spec
 
-    def _known(self, dims: Dimensions, storage: bool) -> tuple[SiteSpec, tuple[str, ...]]:
-        key = (dims, storage)
+    def _known(
+        self, dims: Dimensions, storage: bool, batch_first: bool
+    ) -> tuple[SiteSpec, tuple[str, ...]]:
+        key = (dims, storage, batch_first)
         if key not in self._memo:
-            self._memo[key] = self._resolve(dims, storage)
+            self._memo[key] = self._resolve(*key)
         return self._memo[key]
 
-    def _resolve(self, dims: Dimensions, storage: bool) -> tuple[SiteSpec, tuple[str, ...]]:
+    def _resolve(
+        self, dims: Dimensions, storage: bool, batch_first: bool
+    ) -> tuple[SiteSpec, tuple[str, ...]]:
         """The spec of a value, and how its sentences on what was dropped go on after its path."""
         storage = storage and elements(dims, self.loops) > self.small
-        table = self.tables[storage]
+        claims = self._claims(dims, self.tables[storage])
         taken: set[str] = set()
-        spec: list[tuple[str, ...]] = []
-        is_open: list[bool] = []
-        held = [axis for dim in dims for axis, _ in dim]
-        passed: dict[str, int] = {}
+        spec: list[tuple[str, ...]] = [() for _ in dims]
+        is_open = [False for _ in dims]
         dropped: list[str] = []
-        for d, dim in enumerate(dims):
+        for d in range(len(dims)) if storage else self._in_turn(dims, claims, batch_first):
             here: list[str] = []
             blocked = False
             lost = False
-            for axis, size in dim:
-                rule = table.get(axis, ()) if axis is not None else ()
-                if rule and axis is not None and held.count(axis) > 1:
-                    passed[axis] = passed.get(axis, 0) + 1
-                    if passed[axis] - 1 < self.occurrence.get(axis, 0):
-                        rule = ()
+            for (axis, size), rule in zip(dims[d], claims[d], strict=True):
                 if rule and blocked:
                     lost = True
                     dropped.append(f"[{d}] holds {axis} inside a larger part: not sharded")
@@ -112,10 +114,48 @@ class _Resolver:
                 here += got
                 if math.prod(self.sizes[x] for x in got) < size:
                     blocked = True
-            spec.append(tuple(here))
-            known = any(axis is not None for axis, _ in dim) or not dim
-            is_open.append(not known or (lost and not here))
+            spec[d] = tuple(here)
+            known = any(axis is not None for axis, _ in dims[d]) or not dims[d]
+            is_open[d] = not known or (lost and not here)
         return SiteSpec(spec=tuple(spec), open=tuple(is_open)), tuple(dropped)
+
+    def _claims(
+        self, dims: Dimensions, table: Mapping[str, tuple[str, ...]]
+    ) -> list[list[tuple[str, ...]]]:
+        """For each part of each dimension its rule; () too where an earlier occurrence has it."""
+        held = [axis for dim in dims for axis, _ in dim]
+        passed: dict[str, int] = {}
+        claims: list[list[tuple[str, ...]]] = []
+        for dim in dims:
+            claims.append([])
+            for axis, _ in dim:
+                rule = table.get(axis, ()) if axis is not None else ()
+                if rule and axis is not None and held.count(axis) > 1:
+                    passed[axis] = passed.get(axis, 0) + 1
+                    if passed[axis] - 1 < self.occurrence.get(axis, 0):
+                        rule = ()
+                claims[-1].append(rule)
+        return claims
+
+    def _in_turn(
+        self, dims: Dimensions, claims: list[list[tuple[str, ...]]], batch_first: bool
+    ) -> list[int]:
+        """The dimensions in the order in which they take mesh axes.
+
+        Where the batch is not first, who asks for fewer comes first, and the batch last among
+        equals: batch over x+y and experts over y give experts y and the batch x. Else the
+        dimensions stand as they are.
+        """
+
+        def turn(d: int) -> tuple[int, bool]:
+            asked = [
+                (0 if batch_first else len(rule), (axis in self.batch) != batch_first)
+                for (axis, _), rule in zip(dims[d], claims[d], strict=True)
+                if rule
+            ]
+            return min(asked, default=(0, False))
+
+        return sorted(range(len(dims)), key=turn)
 
 
 def resolve(
@@ -137,7 +177,7 @@ def resolve(
     """
     fixed = fixed_leaves or {}
     small = small_elements(program, axes) if layout.small_whole else 0
-    resolver = _Resolver(layout, small, loop_axes(axes))
+    resolver = _Resolver(layout, small, axes)
     count = len(program.state)
     inputs: list[Spec] = []
     for i, (leaf, dims) in enumerate(zip(program.inputs, axes.inputs, strict=True)):
@@ -152,10 +192,8 @@ def resolve(
         inputs.append(spec)
     outputs = [*inputs[:count], *(tuple(() for _ in leaf.shape) for leaf in program.metrics)]
     by_site = {s.index: s for s in sites}
-    placed = {
-        index: resolver.site(dims, by_site[index].storage) for index, dims in axes.sites.items()
-    }
-    placed = {i: s for i, s in placed.items() if not all(s.open)}
+    at_sites = {i: resolver.site(dims, by_site[i]) for i, dims in axes.sites.items()}
+    placed = {i: spec for i, spec in at_sites.items() if spec and not all(spec.open)}
     idle = [
         f"{'storage' if storage else 'compute'} rule {axis} -> {', '.join(to)} shards nothing"
         for storage, table in ((False, layout.compute), (True, layout.storage))

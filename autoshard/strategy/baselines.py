@@ -19,7 +19,8 @@ class Baseline:
 def baselines(space: Space) -> tuple[Baseline, ...]:
     """Replicated, data parallel, FSDP, tensor parallel and FSDP x TP on every mesh, "as written".
 
-    FSDP comes twice: every array that divides is sharded, or all but the smallest.
+    FSDP comes twice: every array that divides is sharded, or all but the smallest. Where
+    activations meet parameters of their own (experts), expert parallelism too, alone and with FSDP.
 
     Those the space does not contain (a batch that does not divide, a fixed mesh of another shape)
     are left out. Tensor parallel may appear several times: one for each way to choose axes so that
@@ -61,7 +62,27 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
                 space.layout(mesh, {**dict.fromkeys(batch, (data,)), **to}, {**shards, **to}),
             )
             add("data x TP", space.layout(mesh, {**dict.fromkeys(batch, (data,)), **to}, to))
+    owners = _owners(space)
+    for mesh in [*meshes, *_two_axis_meshes(space, count)] if owners else ():
+        every, (last, m) = tuple(name for name, _ in mesh), mesh[-1]
+        to = {axis: (last,) for axis in owners if space.axes.axis(axis).size % m == 0}
+        compute = {**dict.fromkeys(batch, every), **to}
+        if to and len(mesh) <= 2:
+            shards = _storage(space, count, every, taken=owners)
+            add("FSDP x EP", space.layout(mesh, compute, {**shards, **to}))
+            add("data x EP", space.layout(mesh, compute, to))
     return tuple(found)
+
+
+def _owners(space: Space) -> list[str]:
+    """Axes along which each element of an activation meets a parameter of its own: experts."""
+    found: dict[str, None] = {}
+    for site in space.sites:
+        dims = space.axes.sites.get(site.index, ())
+        for d in site.owned if dims else ():
+            found.update((axis, None) for axis, _ in dims[d] if axis is not None)
+    kept = [space.axes.axis(name) for name in found]
+    return [a.name for a in kept if not a.is_batch and not a.is_loop and not a.is_data]
 
 
 def _two_axis_meshes(space: Space, count: int) -> list[MeshShape]:
