@@ -306,6 +306,31 @@ def mixture_of_experts(experts: int = 8) -> Workload:
     return train(loss, init, shaped(BATCH, SEQUENCE, EMBED))
 
 
+def grouped_experts(experts: int = 8) -> Workload:
+    """The same, routed within each sequence, so that slots of experts keep the batch dimension."""
+
+    def loss(params, x_BSD):
+        capacity = 2 * x_BSD.shape[1] // experts
+        probabilities = jax.nn.softmax(x_BSD @ params["router"])
+        chosen = jax.nn.one_hot(jnp.argmax(probabilities, -1), experts)
+        position = (jnp.cumsum(chosen, axis=1) - 1) * chosen
+        slot = jax.nn.one_hot(position.astype(jnp.int32), capacity) * chosen[..., None]
+        routed = jnp.einsum("bsec,bsd->ebcd", slot, x_BSD)
+        hidden = jax.nn.gelu(jnp.einsum("ebcd,edf->ebcf", routed, params["up"]))
+        out = jnp.einsum("ebcf,efd->ebcd", hidden, params["down"])
+        mixed = jnp.einsum("bsec,ebcd->bsd", slot * probabilities[..., None], out)
+        return jnp.mean((x_BSD + mixed) ** 2)
+
+    def init():
+        return {
+            "router": normal(0, EMBED, experts),
+            "up": normal(1, experts, EMBED, MLP),
+            "down": normal(2, experts, MLP, EMBED),
+        }
+
+    return train(loss, init, shaped(BATCH, SEQUENCE, EMBED))
+
+
 def conv_net() -> Workload:
     """Two convolutions with batch-norm statistics kept in the state."""
 
@@ -663,6 +688,7 @@ EVERY: dict[str, Callable[[], Workload]] = {
         rnn,
         associative_scan,
         mixture_of_experts,
+        grouped_experts,
         conv_net,
         tied_embedding,
         loops,

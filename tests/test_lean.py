@@ -10,7 +10,14 @@ from autoshard.partitioned import partitioned
 from autoshard.strategy import baselines
 from tests.analysed import baseline, subject
 
-WORKLOADS = ("scanned_gpt", "gradient_accumulation", "conv_net", "mixture_of_experts", "adamw")
+WORKLOADS = (
+    "scanned_gpt",
+    "gradient_accumulation",
+    "conv_net",
+    "mixture_of_experts",
+    "grouped_experts",
+    "adamw",
+)
 
 
 def footprint(of, specs):

@@ -59,6 +59,15 @@ def test_fsdp_with_tensor_parallelism_computes_the_same(name: str) -> None:
     assert worst_error(of, run(of, layout), run_plain(of)) < TOLERANCE
 
 
+@pytest.mark.parametrize("mesh_axes", [1, 2])
+def test_tokens_that_travel_to_experts_compute_the_same(mesh_axes: int) -> None:
+    of = subject("grouped_experts")
+    want = run_plain(of)
+    for name in ("FSDP x EP", "data x EP"):
+        layout = baseline(of.space, name, mesh_axes)
+        assert worst_error(of, run(of, layout), want) < TOLERANCE, name
+
+
 def test_a_manual_region_computes_the_same_in_every_layout() -> None:
     of = subject("manual_region")
     workload = of.analysis.program.workload

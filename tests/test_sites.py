@@ -208,3 +208,35 @@ def test_a_site_of_the_running_step_has_the_sharding_of_its_spec() -> None:
     ]
     placed = [text(tuple(e.params["sharding"].spec)) for e in found]
     assert sorted(placed) == sorted(text(spec) for spec in wanted)
+
+
+def test_tokens_travel_to_experts_and_back() -> None:
+    of = subject("grouped_experts")
+    layout = baseline(of.space, "FSDP x EP", mesh_axes=2)
+    (data, _), (own, ways) = layout.mesh
+    judged = judge(of, layout)
+    # To the experts, back, and the gradient to the experts again: nothing asks for that of x.
+    slots = BATCH * 8 * (2 * SEQUENCE // 8) * EMBED * 4 // 8
+    small = EMBED * 8 * 4  # the router
+    travels = [c for c in judged.collectives if c.kind == "all_to_all" and c.bytes > small]
+    assert [(c.mesh_axes, c.bytes, c.count) for c in travels] == [((own,), slots, 1)] * 3
+    gathered = {c.mesh_axes for c in judged.collectives if c.kind == "all_gather"}
+    others = [c for c in judged.collectives if own in c.mesh_axes and c.kind != "all_to_all"]
+    assert gathered and all(c.bytes <= small for c in others), "no expert is gathered"
+    assert ways == 2 and data == "x"
+
+
+def test_what_passes_into_a_product_is_left_alone_where_both_ends_agree() -> None:
+    of = subject("grouped_experts")
+    passing = [s for s in of.analysis.sites.sites if s.passing]
+    to, back = ({s.index for s in passing if s.batch_first is first} for first in (False, True))
+    assert to and back
+    for name, speak in (("FSDP", False), ("FSDP x EP", True)):
+        placed = of.space.specs(baseline(of.space, name)).sites
+        assert bool(to & set(placed)) is bool(back & set(placed)) is speak, name
+
+
+def test_only_products_with_parameters_of_their_own_have_passing_sites() -> None:
+    for name in ("scanned_gpt", "rnn", "conv_net", "mixture_of_experts", "clip"):
+        passing = [s for s in subject(name).analysis.sites.sites if s.passing]
+        assert bool(passing) is (name == "mixture_of_experts"), name

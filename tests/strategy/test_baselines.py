@@ -67,6 +67,23 @@ def test_tensor_parallel_of_an_equal_width_mlp_takes_every_other_axis() -> None:
     assert sum(c.count for c in judge(of, layout).collectives) <= 5
 
 
+def test_experts_are_found_by_what_they_are_multiplied_with() -> None:
+    of = subject("grouped_experts")
+    experts = next(a.name for a in of.space.axes.axes if a.size == 8 and not a.is_loop)
+    found = {
+        (b.name, b.candidate.layout.mesh): b.candidate.layout
+        for b in baselines(of.space)
+        if b.name.endswith("EP")
+    }
+    shapes = [tuple(n for _, n in mesh) for name, mesh in found if name == "FSDP x EP"]
+    assert sorted(shapes) == [(2, 4), (4, 2), (8,)]
+    for (name, mesh), layout in found.items():
+        every, last = tuple(axis for axis, _ in mesh), mesh[-1][0]
+        assert dict(layout.compute) == {"batch": every, experts: (last,)}
+        rest = {axis: to for axis, to in layout.storage if axis != experts}
+        assert (set(rest.values()) == {every}) is (name == "FSDP x EP")
+
+
 def test_the_step_as_written_is_a_baseline_where_it_has_constraints() -> None:
     found = baselines(subject("with_constraints").space)
     assert found[0].name == "as written"
