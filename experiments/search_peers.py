@@ -3,7 +3,7 @@
 Question: of the beam search, Optuna's TPE and random search over one space, each begun with the
   baselines, how many candidates does each need for the best predicted step that the peer finds?
 Command: python -m experiments.search_peers --cases=decoder,vit     (all the zoo without --cases)
-         (needs autoshard[peers])
+         (needs autoshard[peers,cuda]; --target=v5e:2x4 the extra tpu)
 Cost: rung 1 alone, one core: one to five minutes a case, most of it Optuna's own.
 Expected: the beam reaches a peer's best cost with at most a tenth of the peer's candidates.
 
