@@ -151,6 +151,7 @@ def _run_here(task: Task, store: Store) -> None:
 
 
 def _report(store: Store, console: Console) -> None:
+    from experiments import page as pages
     from experiments.fidelity_parts import plots, report, tables
     from experiments.fidelity_parts.store import write
     from experiments.zoo.cases import CASES
@@ -161,9 +162,9 @@ def _report(store: Store, console: Console) -> None:
     plots.draw(results, summary, store.results)
     made = tables.all_tables(summary)
     if _PAGE.value:
-        tables.put_into(pathlib.Path(_PAGE.value), tables.as_markdown(made))
+        pages.put_into(pathlib.Path(_PAGE.value), pages.as_markdown(made))
     for table in made:
-        console.print(tables.as_rich(table))
+        console.print(pages.as_rich(table))
     console.print(f"Figures in {store.results}.", highlight=False)
 
 

@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from autoshard.cost import Correction
+from experiments import page as pages
 from experiments.fidelity_parts import leave_out, ranks, regret, report, tables
 from experiments.fidelity_parts.goals import GOALS
 from tests.experiments import fidelity_data as data
@@ -216,7 +217,7 @@ def test_what_is_missed_is_red_and_counted(changed: dict, expected: set[str]) ->
     texts = {goal.text for goal in GOALS if goal.name in expected}
     goals = tables.goals_table(summary)
     assert {row[0].text for row in goals.rows if row[1].red} == texts
-    marked = tables.as_markdown([goals]).count("\N{LARGE RED CIRCLE}")
+    marked = pages.as_markdown([goals]).count("\N{LARGE RED CIRCLE}")
     assert marked == len(expected)
 
 
@@ -230,16 +231,16 @@ def test_no_figure_but_the_ranks_is_kept_from_a_program_that_failed() -> None:
 
 def test_tables_go_between_the_markers_of_a_page(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    made = tables.as_markdown(tables.all_tables(report.summarise(results(search=None))))
+    page.write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
+    made = pages.as_markdown(tables.all_tables(report.summarise(results(search=None))))
     for _ in range(2):
-        tables.put_into(page, made)
+        pages.put_into(page, made)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     assert "old" not in text and text.count("### Goals") == 1
     page.write_text("no markers")
     with pytest.raises(ValueError, match="without the lines"):
-        tables.put_into(page, made)
+        pages.put_into(page, made)
 
 
 def test_plots_are_drawn_from_the_results(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,141 @@
+"""Write what `plan_pod` and `rung_agreement` found into docs/pods.md.
+
+Question: for every model and target, how does the plan compare with each layout that people write
+  by hand, what did the search cost, and how well does rung 1 agree with rung 2?
+Command: python -m experiments.pod_page
+Cost: none; it reads results/plan_pod and results/rung_agreement.
+Expected: the tables of docs/pods.md anew; what misses a goal is red.
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from autoshard.report.words import mebibytes, seconds
+from experiments.page import Cell, Table, as_markdown, put_into
+
+_RESULTS = flags.DEFINE_string("results", "results", "Folder of the results.")
+_PAGE = flags.DEFINE_string("page", "docs/pods.md", "The page.")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    results = pathlib.Path(_RESULTS.value)
+    put_into(pathlib.Path(_PAGE.value), as_markdown(all_tables(results)))
+
+
+def all_tables(results: pathlib.Path) -> list[Table]:
+    """Every table, of what stands in the folder of the results."""
+    plans = _read(results / "plan_pod")
+    shown = [by_hand(p) for p in plans if "by_hand" in p]
+    return [summary(plans), *shown, agreement(_read(results / "rung_agreement"))]
+
+
+def _read(folder: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+
+
+def _name(figures: Mapping[str, Any]) -> str:
+    kind = "" if figures.get("scanned", True) else ", layers unrolled"
+    return f"{figures['model']} on {figures['target']}{kind}"
+
+
+def summary(plans: Sequence[Mapping[str, Any]]) -> Table:
+    """One row for each model and target; "over FSDP" is hand FSDP's step over the plan's."""
+    rows = []
+    for p in plans:
+        rows_by_hand = p.get("by_hand", [])
+        verdicts = [row["verdict"] for row in rows_by_hand]
+        fsdp: Mapping[str, Any] = next((row for row in rows_by_hand if row["name"] == "fsdp"), {})
+        missed = verdicts.count("missed")
+        spent = p["elapsed_s"]
+        rows.append(
+            (
+                Cell(_name(p)),
+                Cell(p["baseline"] or "none of them"),
+                Cell(seconds(p["predicted_s"])),
+                Cell(mebibytes(p["peak_bytes"])),
+                Cell(f"{1 / fsdp['ratio']:.3f}" if "ratio" in fsdp else "-"),
+                Cell(f"{verdicts.count('met')}, {verdicts.count('equal')}, {missed}", missed > 0),
+                Cell(f"{p['candidates']}, {p['compiles']}"),
+                Cell(
+                    f"{spent['propagate']:.0f} + {spent['compile']:.0f} ="
+                    f" {spent['with_imports']:.0f} s"
+                ),
+                Cell(f"{p['compiler']}, {p['date']}"),
+            )
+        )
+    return Table(
+        title="Plans",
+        heads=(
+            "model and target",
+            "the plan is",
+            "predicted step",
+            "peak memory",
+            "times as fast as hand FSDP",
+            "hand layouts met, equal, missed",
+            "candidates, compiles",
+            "rung 1 + rung 2 = in all",
+            "compiler, date",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def by_hand(plan: Mapping[str, Any]) -> Table:
+    """Every hand layout of one model and target."""
+    return Table(
+        title=f"By hand: {_name(plan)}",
+        heads=("hand layout", "step", "peak memory", "plan / hand", "verdict"),
+        rows=tuple(
+            (
+                Cell(row["name"]),
+                Cell(seconds(row.get("time_s"))),
+                Cell(mebibytes(row.get("peak_memory_bytes"))),
+                Cell(f"{row['ratio']:.4f}" if "ratio" in row else "-"),
+                Cell(row["verdict"], row["verdict"] == "missed"),
+            )
+            for row in plan.get("by_hand", [])
+        ),
+    )
+
+
+def agreement(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Kendall's tau of rung 1 with rung 2, its 95 % interval, and what rung 1 rejected."""
+
+    def tau(figures: Mapping[str, Any], of: str, goal: float | None) -> Cell:
+        one = figures[f"tau_{of}"]
+        text = f"{one['tau']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
+        return Cell(text, goal is not None and one["tau"] < goal)
+
+    return Table(
+        title="Rung 1 against rung 2",
+        heads=(
+            "model and target",
+            "layouts compared",
+            "time (goal 0.8)",
+            "without communication",
+            "peak memory (goal 0.9)",
+            "rejected, wrongly",
+            "compiler, date",
+        ),
+        rows=tuple(
+            (
+                Cell(_name(f)),
+                Cell(str(f["compared"])),
+                tau(f, "time_s", 0.8),
+                tau(f, "compute_s", None),
+                tau(f, "peak_memory_bytes", 0.9),
+                Cell(f"{f['rejected']}, {f['wrongly_rejected']}", f["wrongly_rejected"] > 0),
+                Cell(f"{f['compiler']}, {f['date']}"),
+            )
+            for f in found
+        ),
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)
