@@ -6,9 +6,9 @@ Question: on each case of the zoo, at its shrunk scale, on 4 and on 8 fake CPU d
 Command: python -m experiments.fidelity
          or one part: python -m experiments.fidelity --part=sample --case=vit --devices=8
          the tables again: python -m experiments.fidelity --part=report
-Cost: on 2 cores for each case and number of devices a search of 5 to 20 minutes, the sample 20 to
-  90 (about 60 programs are compiled twice and run in --rounds rounds), by hand up to 6 a layout:
-  two days for all.
+Cost: on 2 quiet cores, for all three parts of a case on 4 devices with --limit=60: 2 minutes for
+  the MLP, 6 for the recurrent and the graph network, 14 for the recommender (about 60 programs are
+  compiled twice and run in --rounds rounds; a comparison by hand takes up to --limit seconds).
 Expected: the goals that docs/fidelity.md states; what misses one is red.
 
 Each part of each case runs in a process of its own and leaves results/fidelity/<case>-<devices>/
