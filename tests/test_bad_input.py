@@ -104,7 +104,9 @@ def test_a_batch_of_values_is_no_batch_of_shapes(quick):
 def test_a_batch_that_no_mesh_axis_divides_is_left_whole(quick):
     plan = quick(lambda: mlp(batch=7))
     assert plan.batch_shardings["x"].is_fully_replicated
-    assert not plan.state_shardings["params"]["w1"].is_fully_replicated, "the model still divides"
+    # Whether dividing the model pays is for this machine's calibration to say.
+    judged = [t for t in plan.evidence.trials if isinstance(t.propagated, Estimate)]
+    assert any(t.candidate.layout.compute for t in judged), "the model still divides"
     state, metrics = plan.step(plan.init(), plan.put(workloads.batch_of(0, 7)))
     del state
     assert jnp.isfinite(metrics["loss"])
