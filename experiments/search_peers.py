@@ -4,7 +4,8 @@ Question: of the beam search, Optuna's TPE and random search over one space, eac
   baselines, how many candidates does each need for the best predicted step that the peer finds?
 Command: python -m experiments.search_peers --cases=decoder,vit     (all the zoo without --cases)
          (needs autoshard[peers,cuda]; --target=v5e:2x4 the extra tpu)
-Cost: rung 1 alone, one core: one to five minutes a case, most of it Optuna's own.
+Cost: rung 1 alone, one core, and Optuna's own time, which grows with the square of its trials. Not
+  yet run to its end: the MLP was not through after ten minutes beside other work.
 Expected: the beam reaches a peer's best cost with at most a tenth of the peer's candidates.
 
 Costs are rung 1's for --target, which needs no device: the calibration of a shared machine would

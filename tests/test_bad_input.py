@@ -106,7 +106,8 @@ def test_a_batch_that_no_mesh_axis_divides_is_left_whole(quick):
     assert plan.batch_shardings["x"].is_fully_replicated
     # Whether dividing the model pays is for this machine's calibration to say.
     judged = [t for t in plan.evidence.trials if isinstance(t.propagated, Estimate)]
-    assert any(t.candidate.layout.compute for t in judged), "the model still divides"
+    held = [t.propagated.state_bytes for t in judged]
+    assert min(held) <= max(held) / 4, "the model still divides"
     state, metrics = plan.step(plan.init(), plan.put(workloads.batch_of(0, 7)))
     del state
     assert jnp.isfinite(metrics["loss"])
