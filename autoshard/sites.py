@@ -187,8 +187,8 @@ class SiteMap:
                 if _worth(var) and flow.of(var):
                     entries[i] = self._add(Place.ENTRY, var, flow.storage(var), loop)
         passing: dict[jaxprs.Var, int] = {}
-        # What lies as parameters do: products that go to them, and what is made of such alone.
-        from_products: set[jaxprs.Var] = set()
+        # What lies as parameters do: what is made where they are, and what is made of that alone.
+        at_parameters: set[jaxprs.Var] = set()
         returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
         turned = _only_transposed(jaxpr)
         for e, eqn in enumerate(jaxpr.eqns):
@@ -205,20 +205,20 @@ class SiteMap:
                         uses[e, i] = self._add(
                             Place.USE, operand, not mixes and name in CONTRACTIONS, eqn
                         )
-            beside = self._goes_to_parameters(eqn) or _made_of(from_products, eqn, links)
+            there = self._goes_to_parameters(eqn) or _made_of(at_parameters, eqn)
             for i, operand in enumerate(eqn.invars if name == "dot_general" else ()):
                 if not _worth(operand) or not flow.of(operand) or flow.state_only(operand):
                     continue
-                if beside == (operand in from_products):
+                if there == (operand in at_parameters):
                     continue
                 if operand not in passing:  # what several products use goes to all of them at once
-                    owned = eqn.params["dimension_numbers"][1][i] if beside else ()
+                    owned = eqn.params["dimension_numbers"][1][i] if there else ()
                     passing[operand] = self._add(
-                        Place.USE, operand, False, eqn, not beside, passing=True, owned=owned
+                        Place.USE, operand, False, eqn, not there, passing=True, owned=owned
                     )
                 uses[e, i] = passing[operand]
-            if beside:
-                from_products.update(eqn.outvars)
+            if there:
+                at_parameters.update(eqn.outvars)
             if links:
                 opens = name in jaxprs.LOOPS
             elif name in _OPENERS or (
@@ -236,7 +236,7 @@ class SiteMap:
                     continue  # its site comes after the transpose
                 if wanted and _worth(var) and flow.of(var):
                     results[e, o] = self._add(
-                        Place.RESULT, var, flow.storage(var), eqn, batch_first=not beside
+                        Place.RESULT, var, flow.storage(var), eqn, batch_first=not there
                     )
                     settled.add(var)
 
@@ -336,13 +336,11 @@ def _only_transposed(jaxpr: jaxprs.Jaxpr) -> set[jaxprs.Var]:
     return {v for v, names in uses.items() if names == ["transpose"]}
 
 
-def _made_of(values: set[jaxprs.Var], eqn: jaxprs.JaxprEqn, links: Sequence[object]) -> bool:
+def _made_of(values: set[jaxprs.Var], eqn: jaxprs.JaxprEqn) -> bool:
     """Whether an operation, no product and no loop, has arrays of these alone as operands."""
-    name = eqn.primitive.name
     arrays = [v for v in eqn.invars if _worth(v)]
-    if name in CONTRACTIONS or (links and name in jaxprs.LOOPS):
-        return False
-    return bool(arrays) and all(v in values for v in arrays)
+    alone = bool(arrays) and values.issuperset(arrays)
+    return alone and eqn.primitive.name not in CONTRACTIONS | jaxprs.LOOPS
 
 
 def _worth(var: jaxprs.Atom) -> bool:

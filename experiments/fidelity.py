@@ -151,7 +151,7 @@ def _run_here(task: Task, store: Store) -> None:
 
 
 def _report(store: Store, console: Console) -> None:
-    from experiments import page as pages
+    from experiments import pages
     from experiments.fidelity_parts import plots, report, tables
     from experiments.fidelity_parts.store import write
     from experiments.zoo.cases import CASES

@@ -15,7 +15,7 @@ from typing import Any
 from absl import app, flags
 
 from autoshard.report.words import mebibytes, seconds
-from experiments.page import Cell, Table, as_markdown, put_into
+from experiments.pages import Cell, Table, as_markdown, put_into
 
 _RESULTS = flags.DEFINE_string("results", "results", "Folder of the results.")
 _PAGE = flags.DEFINE_string("page", "docs/pods.md", "The page.")

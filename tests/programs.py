@@ -279,56 +279,52 @@ def associative_scan() -> Workload:
     return train(loss, init, shaped(BATCH, SEQUENCE, EMBED))
 
 
+def _expert_params(experts: int) -> dict:
+    return {
+        "router": normal(0, EMBED, experts),
+        "up": normal(1, experts, EMBED, MLP),
+        "down": normal(2, experts, MLP, EMBED),
+    }
+
+
+def _routed(tokens: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Top-1 routing with a capacity: one-hot (..., token, expert, slot); the same with weights."""
+    experts = router.shape[1]
+    capacity = 2 * tokens.shape[-2] // experts
+    probabilities = jax.nn.softmax(tokens @ router)
+    chosen = jax.nn.one_hot(jnp.argmax(probabilities, -1), experts)
+    position = (jnp.cumsum(chosen, axis=-2) - 1) * chosen
+    slot = jax.nn.one_hot(position.astype(jnp.int32), capacity) * chosen[..., None]
+    return slot, slot * probabilities[..., None]
+
+
 def mixture_of_experts(experts: int = 8) -> Workload:
-    """Top-1 routing with a capacity, as one-hot dispatch and combine."""
+    """Tokens of the whole batch routed together, as one-hot dispatch and combine."""
 
     def loss(params, x):
         tokens = x.reshape(-1, x.shape[-1])
-        n = tokens.shape[0]
-        capacity = 2 * n // experts
-        probabilities = jax.nn.softmax(tokens @ params["router"])
-        chosen = jax.nn.one_hot(jnp.argmax(probabilities, -1), experts)
-        position = (jnp.cumsum(chosen, axis=0) - 1) * chosen
-        slot = jax.nn.one_hot(position.astype(jnp.int32), capacity) * chosen[..., None]
+        slot, weight = _routed(tokens, params["router"])
         routed = jnp.einsum("nec,nd->ecd", slot, tokens)
         hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", routed, params["up"]))
         out = jnp.einsum("ecf,efd->ecd", hidden, params["down"])
-        mixed = jnp.einsum("nec,ecd->nd", slot * probabilities[..., None], out)
+        mixed = jnp.einsum("nec,ecd->nd", weight, out)
         return jnp.mean((tokens + mixed) ** 2)
 
-    def init():
-        return {
-            "router": normal(0, EMBED, experts),
-            "up": normal(1, experts, EMBED, MLP),
-            "down": normal(2, experts, MLP, EMBED),
-        }
-
-    return train(loss, init, shaped(BATCH, SEQUENCE, EMBED))
+    return train(loss, lambda: _expert_params(experts), shaped(BATCH, SEQUENCE, EMBED))
 
 
 def grouped_experts(experts: int = 8) -> Workload:
-    """The same, routed within each sequence, so that slots of experts keep the batch dimension."""
+    """Routed within each sequence, so that slots of experts keep the batch dimension."""
 
     def loss(params, x_BSD):
-        capacity = 2 * x_BSD.shape[1] // experts
-        probabilities = jax.nn.softmax(x_BSD @ params["router"])
-        chosen = jax.nn.one_hot(jnp.argmax(probabilities, -1), experts)
-        position = (jnp.cumsum(chosen, axis=1) - 1) * chosen
-        slot = jax.nn.one_hot(position.astype(jnp.int32), capacity) * chosen[..., None]
+        slot, weight = _routed(x_BSD, params["router"])
         routed = jnp.einsum("bsec,bsd->ebcd", slot, x_BSD)
         hidden = jax.nn.gelu(jnp.einsum("ebcd,edf->ebcf", routed, params["up"]))
         out = jnp.einsum("ebcf,efd->ebcd", hidden, params["down"])
-        mixed = jnp.einsum("bsec,ebcd->bsd", slot * probabilities[..., None], out)
+        mixed = jnp.einsum("bsec,ebcd->bsd", weight, out)
         return jnp.mean((x_BSD + mixed) ** 2)
 
-    def init():
-        return {
-            "router": normal(0, EMBED, experts),
-            "up": normal(1, experts, EMBED, MLP),
-            "down": normal(2, experts, MLP, EMBED),
-        }
-
-    return train(loss, init, shaped(BATCH, SEQUENCE, EMBED))
+    return train(loss, lambda: _expert_params(experts), shaped(BATCH, SEQUENCE, EMBED))
 
 
 def conv_net() -> Workload:

@@ -92,6 +92,7 @@ def _before_cast(value: Value) -> Value:
     return narrow if bits[0] < bits[1] else value
 
 
+_AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')
 _CONTRACTING = frozenset({"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.reduce"})
 
 
@@ -265,6 +266,3 @@ def _alike(one: Communication, other: Communication) -> bool:
     """Whether two sums over devices run over the same ones and are cut alike afterwards: XLA adds
     first, and sends once (its passes all-reduce-reassociate and reduce-scatter-reassociate)."""
     return (one[1], one[4], one[6]) == (other[1], other[4], other[6])
-
-
-_AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')

@@ -10,13 +10,13 @@ import jax
 
 import autoshard
 from experiments import pairs
-from experiments.fidelity_parts.store import Case, Store, Task, provenance, read, write
+from experiments.fidelity_parts.store import Store, Task, provenance, read, write
 from experiments.handwritten import steps
 
 
 def run(
     task: Task,
-    case: Case,
+    case: Any,
     store: Store,
     *,
     scale: str,
@@ -36,21 +36,13 @@ def run(
         write(store.result(task), figures)
         return
     rows = []
-    for name in layouts(case, task.devices):
+    for name in steps.hand_steps(case, task.devices):
         file = row_file(store, task, name)
         reason = "" if read(file) else start(name)
         row = read(file)
         rows.append(row or {"layout": name, "verdict": "undecided", "ratio": None, "why": reason})
     lost = sum("why" in row for row in rows)
     write(store.result(task), {**figures, "lost": lost, "rows": rows})
-
-
-def layouts(case: Any, device_count: int) -> list[str]:
-    """Names of the hand layouts of a case; none where nobody has written any."""
-    try:
-        return list(steps.hand_steps(case, device_count))
-    except ValueError:
-        return []
 
 
 def row_file(store: Store, task: Task, layout: str) -> pathlib.Path:

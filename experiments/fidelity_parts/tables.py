@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.fidelity_parts.goals import GOALS, Goal, shown
-from experiments.page import Cell, Table
+from experiments.pages import Cell, Table
 
 
 def all_tables(summary: Mapping[str, Any]) -> list[Table]:
@@ -143,8 +143,6 @@ def _regret_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
         return (*cells, Cell("not run", red=True), Cell(""), Cell(""))
     if hand["why"]:
         return (*cells, Cell(hand["why"][:60], red=True), Cell(""), Cell(""))
-    if not hand["count"]:
-        return (*cells, Cell("none written"), Cell(""), Cell(""))
     missed = hand["met"] < hand["count"]
     worst = shown(hand["worst"], "ratio")
     return (

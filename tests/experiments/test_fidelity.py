@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from autoshard.cost import Correction
-from experiments import page as pages
+from experiments import pages
 from experiments.fidelity_parts import leave_out, ranks, regret, report, tables
 from experiments.fidelity_parts.goals import GOALS
 from tests.experiments import fidelity_data as data

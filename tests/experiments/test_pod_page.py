@@ -3,8 +3,7 @@
 import json
 import pathlib
 
-from experiments import page as pages
-from experiments import pod_page
+from experiments import pages, pod_page
 
 ROOT = pathlib.Path(__file__).parents[2]
 
