@@ -1,6 +1,7 @@
 """Layouts: a mesh shape with compute rules and storage rules, their canonical form and JSON."""
 
 import dataclasses
+import enum
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,17 @@ def rules(mapping: Mapping[str, str | Sequence[str]]) -> Rules:
     return tuple(sorted((axis, to) for axis, to in items if to))
 
 
+class Constraints(enum.StrEnum):
+    """How many constraints say a layout to the partitioner; each gives the same partition.
+
+    They are other programs to the compiler, which may be some percent faster or slower.
+    """
+
+    LEAN = "lean"  # what is stored, parameters where they are used, and what more is needed
+    LEAST = "least"  # none that could be spared
+    ALL = "all"  # at every site
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How a program is spread over devices.
@@ -37,6 +49,7 @@ class Layout:
         (`small.small_elements`), take compute rules at rest too: where only storage rules would
         divide them they stay whole, and need no gathering.
       as_written: keep the user's own sharding constraints and add none; the rules are then empty.
+      constraints: how many of its constraints are put into the program.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -45,6 +58,7 @@ class Layout:
     occurrences: tuple[tuple[str, int], ...] = ()
     small_whole: bool = False
     as_written: bool = False
+    constraints: Constraints = Constraints.LEAN
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -99,6 +113,7 @@ class Layout:
             occurrences=tuple(sorted((g, o) for g, o in self.occurrences if o)),
             small_whole=self.small_whole and rules(storage) != rules(compute),
             as_written=self.as_written,
+            constraints=self.constraints,
         )
 
     def spread_over(self, mesh: tuple[tuple[str, int], ...]) -> "Layout | None":
@@ -131,6 +146,7 @@ class Layout:
             "occurrences": dict(self.occurrences),
             **({"small_whole": True} if self.small_whole else {}),
             "as_written": self.as_written,
+            **({"constraints": str(self.constraints)} if self.constraints != "lean" else {}),
         }
 
     @staticmethod
@@ -150,6 +166,7 @@ class Layout:
                 occurrences=tuple(sorted((str(g), int(o)) for g, o in data["occurrences"].items())),
                 small_whole=bool(data.get("small_whole", False)),
                 as_written=bool(data["as_written"]),
+                constraints=Constraints(data.get("constraints", "lean")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LayoutError(f"not a layout: {error!r} in {json.dumps(data)[:200]}") from error

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.analysis import Analysis
 from autoshard.compat import jaxprs, stablehlo
+from autoshard.constraints import told
 from autoshard.layout import Spec
-from autoshard.lean import lean
 from autoshard.module import ArraySpec, Module
 from autoshard.program import Leaf, Program
 from autoshard.sites import Site
@@ -70,7 +70,7 @@ def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wra
     The state is donated, the batch never. Constraints that say nothing new are left out.
     """
     mesh = target.any_mesh(specs.mesh)
-    closed = constrained_step(analysis, lean(analysis, specs), mesh)
+    closed = constrained_step(analysis, told(analysis, specs), mesh)
     return jax.jit(
         jaxprs.as_function(closed),
         in_shardings=shardings(mesh, specs.inputs),

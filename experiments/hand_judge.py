@@ -8,9 +8,9 @@ from autoshard.compat import stablehlo
 from autoshard.cost import CostModel
 from autoshard.module import Module
 from autoshard.rungs.compile import estimate_of
-from autoshard.rungs.compile_job import compile_in_process, request_for
 from autoshard.target import Target
 from autoshard.trial import Estimate, Failure
+from experiments import kept_compiles
 from experiments.handwritten_pod.baselines import Baseline
 from experiments.pod_sizes import PodSize
 
@@ -28,14 +28,14 @@ def judged(
     """Compiles each baseline with the target's own compiler and prices it as rung 2 does.
 
     Args:
-      folder: for the workers' output.
+      folder: what was compiled stays there, and is not compiled again.
     """
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         waiting = {}
         for name, baseline in baselines.items():
             module = lowered(baseline, size, target)
-            request = request_for(module, target, str(folder), time_limit_s)
-            waiting[name] = (module, pool.submit(compile_in_process, request))
+            asked = pool.submit(kept_compiles.compiled, module, target, folder, time_limit_s)
+            waiting[name] = (module, asked)
         found: dict[str, Estimate | Failure] = {}
         for name, (module, future) in waiting.items():
             result = future.result()

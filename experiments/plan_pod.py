@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     console.print(f"Planned in {elapsed_s:.1f} s, all included.", highlight=False)
     plan.save(str(run / "plan.json"))
-    figures = _figures(plan, elapsed_s)
+    figures = _figures(plan, size.batch_size, elapsed_s)
     if _BY_HAND.value:
         target = find_target(_TARGET.value)
         hand_size = size.replace(**plan.knobs)
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
             hand_size,
             target,
             cost_model(target),
-            run / "workers" / "by_hand",
+            run / "by_hand",
         )
         figures["by_hand"] = [_row(plan, n, outcome) for n, outcome in by_hand.items()]
         figures["by_hand_s"] = time.perf_counter() - begun
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
         console.print(f"Figures in {path}, plan and journal in {run}.", highlight=False)
 
 
-def _figures(plan: autoshard.Plan, elapsed_s: float) -> dict[str, Any]:
+def _figures(plan: autoshard.Plan, batch_size: int, elapsed_s: float) -> dict[str, Any]:
     """What the search found and cost, without the trials: those are in the plan file."""
     trials = plan.evidence.trials
     winner = plan.trial
@@ -118,6 +118,7 @@ def _figures(plan: autoshard.Plan, elapsed_s: float) -> dict[str, Any]:
         "model": _MODEL.value,
         "target": _TARGET.value,
         "scanned": _SCANNED.value,
+        "batch_size": batch_size,
         "layout": plan.layout.to_json(),
         "knobs": dict(plan.knobs),
         "baseline": winner.baseline,

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from autoshard.layout import Layout, rules
+from autoshard.layout import Constraints, Layout, rules
 
 AXES = ("batch", "embed", "mlp", "heads")
 NAMES = ("x", "y", "z", "w")
@@ -25,4 +25,5 @@ def layouts(
         storage=rules(draw(table)),
         occurrences=tuple(draw(twice).items()),
         small_whole=draw(st.booleans()),
+        constraints=draw(st.sampled_from(Constraints)),
     )

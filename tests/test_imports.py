@@ -14,7 +14,7 @@ LAYERS = (
     | {"catalogue", "topology"},
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "kernels", "buffers", "trips"}
-    | {"analysis", "small", "specs", "written", "space", "partitioned", "lean", "lowering"}
+    | {"analysis", "small", "specs", "written", "space", "partitioned", "constraints", "lowering"}
     | {"cost", "calibrate", "network", "pricing"},
     {"rungs", "strategy", "promote"},
     {"driver"},

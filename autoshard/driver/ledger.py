@@ -17,6 +17,7 @@ from autoshard.module import Module
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import WorkerSettings
 from autoshard.space import Space
+from autoshard.specs import Specs
 from autoshard.target import Target
 from autoshard.trial import Estimate, Failure, Measurement, Stage, Trial
 
@@ -145,16 +146,23 @@ class Ledger:
             and compiled.peak_memory_bytes <= self.limit_bytes
         ]
 
+    def estimated_s(self, index: int) -> float:
+        """What rung 2 says of a row, seconds."""
+        outcome = self.rows[index].compiled
+        return outcome.time_s if isinstance(outcome, Estimate) else float("inf")
+
+    def specs_of(self, row: Row) -> Specs:
+        """Every sharding of a row's layout."""
+        return self.subject_of(row).space.specs(row.candidate.layout)
+
     def module_of(self, row: Row) -> Module | Failure:
         """The program of a row, lowered once."""
         if row.module is None:
             subject = self.subject_of(row)
             start = time.perf_counter()
             try:
-                layout = row.candidate.layout
-                row.module = lower_step(
-                    subject.analysis_for(layout), subject.space.specs(layout), self.target
-                )
+                analysis = subject.analysis_for(row.candidate.layout)
+                row.module = lower_step(analysis, self.specs_of(row), self.target)
             except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
                 return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
         return row.module

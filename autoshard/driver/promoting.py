@@ -1,9 +1,11 @@
 """Which rows of a search go on to the next rung."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from autoshard import promote
-from autoshard.driver.ledger import Ledger
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.layout import Constraints
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
 
 
@@ -56,6 +58,34 @@ def promoted(ledger: Ledger, count: int, taken: Sequence[int]) -> list[int]:
         entries, count, ledger.correction, ledger.limit_bytes, lower_bound(ledger), done
     )
     return [e.index for e in chosen]
+
+
+def reworded(ledger: Ledger, count: int) -> list[int]:
+    """New rows, at most `count`: the fastest that fits, put into the program by other constraints.
+
+    The partition is the same, the compiler's choices after it are not.
+    """
+    best = min(ledger.fitting(range(len(ledger.rows))), key=ledger.estimated_s, default=None)
+    if best is None or not ledger.specs_of(ledger.rows[best]).sites:
+        return []
+    row = ledger.rows[best]
+    programs = [ledger.module_of(row)]
+    found: list[int] = []
+    for constraints in (Constraints.ALL, Constraints.LEAST)[:count]:
+        layout = dataclasses.replace(row.candidate.layout, constraints=constraints)
+        other = Row(
+            subject=row.subject,
+            candidate=dataclasses.replace(row.candidate, layout=layout),
+            baseline=row.baseline,
+            program=(row.program, constraints),
+            propagated=row.propagated,
+        )
+        program = ledger.module_of(other)
+        if program not in programs:
+            programs.append(program)
+            found.append(len(ledger.rows))
+            ledger.rows.append(other)
+    return found
 
 
 def smallest(ledger: Ledger) -> int | None:

@@ -18,13 +18,14 @@ from autoshard.driver.promoting import (
     false_rejections,
     learn,
     promoted,
+    reworded,
     smallest,
 )
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal
 from autoshard.strategy import Strategy
 from autoshard.target import Target
-from autoshard.trial import Estimate, Failure, Kind, Stage, Trial
+from autoshard.trial import Failure, Kind, Stage, Trial
 
 RUNG1_SHARE, FIRST_WAVE_SHARE, RUNG2_SHARE = 0.25, 0.45, 0.7
 """Parts of a limit of seconds after which rung 1, the first compiles, and the first race and all
@@ -34,6 +35,8 @@ FIRST_WAVE_ROUNDS = 6
 """Rounds of the first race: enough to correct rung 1 and to drop what is clearly slow."""
 
 _DEFENDERS = 3
+
+_REWORDED = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,18 +122,21 @@ def _climb(
 ) -> None:
     """The rungs in two waves: the first teaches the model of rung 1, the second profits."""
     budget = ledger.budget
+    # Of compilations that nothing is measured after, some ask for the winner in other words.
+    few = budget.profiles or budget.compiles < 3 * _REWORDED
+    spared = 0 if few else _REWORDED
     first: list[int] = []
     share = FIRST_WAVE_SHARE if budget.profiles else 1.0
 
     def begin_baselines() -> None:
         # Rung 1 needs one core: the workers have the others until it is done.
-        first.extend(baseline_rows(ledger)[: budget.compiles])
+        first.extend(baseline_rows(ledger)[: budget.compiles - spared])
         compiling.begin(first, share)
 
     with ledger.timed("propagate"):
         propagate_all(ledger, strategy, RUNG1_SHARE, begin_baselines)
     with ledger.timed("compile"):
-        most = min(budget.compiles, budget.profiles) if budget.profiles else budget.compiles
+        most = min(budget.compiles - spared, budget.profiles or budget.compiles)
         room = max(0, most - len(first))
         more = promoted(ledger, room - room // 2, first)
         compiling.compile(more, share)
@@ -138,8 +144,9 @@ def _climb(
     if budget.profiles == 0:
         learn(ledger)
         with ledger.timed("compile"):
-            second = promoted(ledger, max(0, budget.compiles - compiling.count), first)
+            second = promoted(ledger, max(0, budget.compiles - spared - compiling.count), first)
             compiling.compile(second, 1.0)
+            compiling.compile(reworded(ledger, min(spared, budget.compiles - compiling.count)), 1.0)
         return
     with opened_bench(ledger) as bench:
         with ledger.timed("profile"):
@@ -183,10 +190,4 @@ def _ranked_by_estimate(ledger: Ledger, compiling: Compiling) -> list[int]:
     if not fitting() and (least := smallest(ledger)) is not None:
         with ledger.timed("compile"):
             compiling.compile([least], float("inf"))
-    return sorted(fitting(), key=lambda i: (_time_s(ledger, i), i))
-
-
-def _time_s(ledger: Ledger, index: int) -> float:
-    compiled = ledger.rows[index].compiled
-    assert isinstance(compiled, Estimate)
-    return compiled.time_s
+    return sorted(fitting(), key=lambda i: (ledger.estimated_s(i), i))

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from autoshard.lean import lean
+from autoshard.constraints import told
+from autoshard.layout import Constraints
 from autoshard.partitioned import partitioned
 from autoshard.strategy import baselines
 from tests.analysed import baseline, subject
@@ -34,18 +35,43 @@ def test_every_baseline_is_partitioned_alike_with_fewer_constraints(name):
     fewer = []
     for found in {b.name: b for b in baselines(of.space)}.values():
         specs = of.space.specs(found.candidate.layout)
-        kept = lean(of.analysis, specs)
+        kept = told(of.analysis, specs)
         assert kept.sites.items() <= specs.sites.items()
         assert footprint(of, kept) == footprint(of, specs), found.name
         fewer.append(len(kept.sites) / len(specs.sites))
     assert sorted(fewer)[len(fewer) // 2] < 0.7
 
 
+def with_constraints(of, layout, constraints):
+    return of.space.specs(dataclasses.replace(layout, constraints=constraints))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_least_constraints_partition_alike_and_none_can_be_spared(name):
+    of = subject(name)
+    layout = baseline(of.space, "FSDP")
+    specs = with_constraints(of, layout, Constraints.LEAST)
+    kept = told(of.analysis, specs)
+    whole = footprint(of, specs)
+    assert footprint(of, kept) == whole
+    assert len(kept.sites) < len(told(of.analysis, of.space.specs(layout)).sites)
+    for spared in kept.sites:
+        others = {i: s for i, s in kept.sites.items() if i != spared}
+        assert footprint(of, dataclasses.replace(kept, sites=others)) != whole
+
+
+def test_all_constraints_stay_where_a_layout_says_so():
+    of = subject("scanned_gpt")
+    specs = with_constraints(of, baseline(of.space, "FSDP"), Constraints.ALL)
+    assert told(of.analysis, specs) is specs
+    assert specs.key() != of.space.specs(baseline(of.space, "FSDP")).key()
+
+
 def test_what_the_partitioner_must_be_told_stays():
     """Some constraint on an activation is needed for FSDP of this step; without it, another one."""
     of = subject("scanned_gpt")
     specs = of.space.specs(baseline(of.space, "FSDP"))
-    kept = lean(of.analysis, specs)
+    kept = told(of.analysis, specs)
     sites = {s.index: s for s in of.analysis.sites.sites}
     storage = {i: s for i, s in kept.sites.items() if sites[i].storage}
     assert 0 < len(storage) < len(kept.sites)
@@ -57,6 +83,6 @@ def test_one_device_and_the_authors_own_constraints_are_left_alone():
     of = subject("with_constraints")
     written = next(b.candidate.layout for b in baselines(of.space) if b.name == "as written")
     specs = of.space.specs(written)
-    assert lean(of.analysis_for(written), specs) is specs
+    assert told(of.analysis_for(written), specs) is specs
     alone = dataclasses.replace(specs, mesh=())
-    assert lean(of.analysis, alone) is alone
+    assert told(of.analysis, alone) is alone
