@@ -12,7 +12,8 @@ class Budget:
 
     Attributes:
       candidates: judged by rung 1.
-      compiles: programs compiled by rung 2, baselines included.
+      compiles: programs compiled by rung 2, baselines included. Of six or more that nothing is
+        measured after, two are the best layout again, put into the program by other constraints.
       profiles: programs measured by rung 3, baselines included; 0 plans without measuring.
       seconds: wall time of the whole search; None for no limit.
       compile_seconds: limit of one compile, which is killed then.

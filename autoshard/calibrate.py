@@ -1,10 +1,11 @@
 """Calibration: short measurements on a live target that give the cost model its constants.
 
-A matrix product, a chain of transcendental operations, a copy, many tiny kernels, and each
-collective in the smallest and the largest group. All samples are taken in rounds over every probe,
-and the least of each is used: what else runs on the machine only ever adds time, and on a busy one
-the medians of a probe and of the empty program that is taken off it can come in the wrong order.
-What is kept is a JSON file with the date and a digest; a target is calibrated once.
+A matrix product, a chain of transcendental operations, a copy, many tiny kernels, a block too large
+for the allocator to keep, and each collective in the smallest and the largest group. All samples
+are taken in rounds over every probe, and the least of each is used: what else runs on the machine
+only ever adds time, and on a busy one the medians of a probe and of the empty program that is taken
+off it can come in the wrong order. What is kept is a JSON file with the date and a digest; a target
+is calibrated once.
 """
 
 import contextlib
@@ -22,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.cost import KINDS, Constants, LinkCost
+from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants, LinkCost
 from autoshard.target import Target
 
-REVISION = 4
+REVISION = 5
 _ROUNDS = 5
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
@@ -50,6 +51,8 @@ def calibrate(target: Target) -> Constants:
         "product": jit(lambda x: jnp.einsum("nij,njk->nik", x, x), side, side),
         "elements": jit(lambda x: jnp.tanh(x * 0.5 + 1.0) * x + jnp.exp(-x), width // 4),
         "copy": jit(lambda x: x * 1.5, width),
+        "kept": jit(_written(width), 8),
+        "fresh": jit(_written(FRESH_FROM_BYTES // 4 + width), 8),
         "kernels": jit(_many_products, 8, 8),
     }
     groups = sorted({2, n} & set(range(2, n + 1))) if n > 1 else []
@@ -84,6 +87,10 @@ def calibrate(target: Target) -> Constants:
                 LinkCost(kind=kind, group_size=group, latency_s=latency, s_per_byte=s_per_byte)
             )
     shared = target.shared_host
+    # What a large block takes beyond as many small ones, which are in memory already.
+    kept_bytes = 4 * width
+    fresh_bytes = FRESH_FROM_BYTES + kept_bytes
+    slower_s = above("fresh") - fresh_bytes / kept_bytes * above("kept")
     # On a shared host the rates are the host's: the work of all devices over the elapsed time.
     work = n if shared else 1
     return Constants(
@@ -93,11 +100,17 @@ def calibrate(target: Target) -> Constants:
         element_flops_per_s=work * 7.0 * (width // 4) / above("elements"),
         bandwidth_bytes_per_s=work * 8.0 * width / above("copy"),
         launch_s=above("kernels") / (2 * _TINY * work),
+        fresh_s_per_byte=max(0.0, slower_s) / (n * fresh_bytes) if shared else 0.0,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),
         links=tuple(links),
         date=datetime.date.today().isoformat(),
     )
+
+
+def _written(width: int) -> Callable[[jax.Array], jax.Array]:
+    """A program that reads next to nothing and writes `width` elements on each device."""
+    return lambda x: jnp.broadcast_to(x[:, :1], (x.shape[0], width))
 
 
 def _many_products(x: jax.Array) -> jax.Array:

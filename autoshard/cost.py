@@ -23,11 +23,18 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 7
+MODEL_REVISION = 8
 """Part of every journal key: raise it when a change here, or to sites, changes estimates."""
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
 """Types of 8 and 4 bits: f8E4M3FN (MLIR), f8e4m3fn (HLO), i8, ui8, s8, u4."""
+
+FRESH_FROM_BYTES = 32 << 20
+"""From which size on glibc's malloc maps a block anew each time, and gives it back when freed.
+
+Smaller ones it keeps after the first time: mallopt(3), M_MMAP_THRESHOLD, which rises by itself to
+at most 4 MiB times the size of a long.
+"""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 
@@ -64,6 +71,8 @@ class Constants:
         sliced along the same axes; else the whole is reduced and then cut.
       links: measured collectives; () where the network says what they cost.
       date: ISO date of the calibration; "" for the catalogue's figures.
+      fresh_s_per_byte: each byte of a block of at least `FRESH_FROM_BYTES`, whose pages the system
+        gives anew to every step; on a shared host alone.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
       source: what else the figures depend on: topology and digest of its catalogue entry.
     """
@@ -79,6 +88,7 @@ class Constants:
     links: tuple[LinkCost, ...]
     date: str
     contract_by_dtype: tuple[tuple[str, float], ...] = ()
+    fresh_s_per_byte: float = 0.0
     clock_hz: float = 0.0
     source: str = ""
 
@@ -171,6 +181,17 @@ class CostModel:
             element_flops / c.element_flops_per_s, bytes_ / c.bandwidth_bytes_per_s
         )
         return self._devices * (busy + launches * c.launch_s) * self.correction.compute
+
+    def fresh_s(self, block_bytes: float) -> float:
+        """Seconds a step waits for the pages of its temporaries, one block on each device.
+
+        Args:
+          block_bytes: of all temporaries of one device.
+        """
+        if block_bytes < FRESH_FROM_BYTES:
+            return 0.0
+        seconds = self._devices * block_bytes * self.constants.fresh_s_per_byte
+        return seconds * self.correction.compute
 
     def kernel_s(self, work: Work) -> float:
         """Seconds of one compiled kernel.

@@ -202,6 +202,11 @@ class Candidate:
             layout=Layout.from_json(data.get("layout")), knobs=tuple(sorted(data["knobs"].items()))
         )
 
+    def with_constraints(self, constraints: Constraints) -> "Candidate":
+        """The same layout, put into the program by other constraints."""
+        layout = dataclasses.replace(self.layout, constraints=constraints)
+        return dataclasses.replace(self, layout=layout)
+
     @property
     def key(self) -> str:
         """One line of JSON, equal exactly for equal candidates."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost import KINDS, Constants, Correction, CostModel, fit_correction
+from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants, Correction, CostModel, fit_correction
 from autoshard.trial import Collective
 from tests.analysed import CONSTANTS, COST
 
@@ -58,6 +58,13 @@ def test_devices_of_one_host_share_it() -> None:
     shared = CostModel(dataclasses.replace(CONSTANTS, shared=True))
     assert kernel_s(shared, 1e9, 0, 1, True) == pytest.approx(8 * kernel_s(COST, 1e9, 0, 1, True))
     assert shared.totals_s(1e9, 0, 0, 1) == pytest.approx(8 * COST.totals_s(1e9, 0, 0, 1))
+
+
+def test_a_block_that_the_allocator_does_not_keep_costs_its_pages() -> None:
+    cost = CostModel(dataclasses.replace(CONSTANTS, shared=True, fresh_s_per_byte=1e-9))
+    assert cost.fresh_s(FRESH_FROM_BYTES - 1) == 0.0
+    assert cost.fresh_s(1e9) == pytest.approx(CONSTANTS.device_count * 1.0)
+    assert COST.fresh_s(1e9) == 0.0, "accelerators keep their memory"
 
 
 def test_collectives_are_alpha_beta() -> None:

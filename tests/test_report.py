@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autoshard.layout import Candidate, Layout, rules
+from autoshard.layout import Candidate, Constraints, Layout, rules
 from autoshard.report import describe, explain, rules_in_words
 from autoshard.report.explain import numerics
 from autoshard.report.words import mebibytes, mesh_in_words, seconds, traffic_in_words
@@ -61,6 +61,9 @@ def test_rules(compute, storage, text):
 def test_other_words():
     assert mesh_in_words(Layout(mesh=())) == "1 device"
     assert rules_in_words(Layout(mesh=MESH, as_written=True)) == "the step's own constraints"
+    assert rules_in_words(Layout(mesh=MESH, constraints=Constraints.LEAST)).endswith(
+        "constraints: least"
+    )
     assert rules_in_words(Layout(mesh=MESH, occurrences=(("scores", 1),))) == (
         "occurrence 1 of scores"
     )
@@ -213,6 +216,11 @@ def test_without_measurements_the_prediction_speaks(searched):
         " 30.0 ms: "
     )
     assert text.endswith("alike.")
+    lean = trial("FSDP", compiled=estimate(time_s=0.02))
+    worded = lean.candidate.with_constraints(Constraints.ALL)
+    reworded = dataclasses.replace(best, candidate=worded)
+    told = explain(planned(searched, [reworded, lean, rival]))
+    assert "replicated 30.0 ms" in told, "the same layout in other words is no rival"
     assert "was compared with no baseline" in explain(planned(searched, [best]))
     crashed = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="the worker died")
     lines = [dataclasses.replace(best, profiled=None), trial("FSDP", profiled=crashed)]

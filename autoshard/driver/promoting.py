@@ -1,6 +1,5 @@
 """Which rows of a search go on to the next rung."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from autoshard import promote
@@ -72,10 +71,9 @@ def reworded(ledger: Ledger, count: int) -> list[int]:
     programs = [ledger.module_of(row)]
     found: list[int] = []
     for constraints in (Constraints.ALL, Constraints.LEAST)[:count]:
-        layout = dataclasses.replace(row.candidate.layout, constraints=constraints)
         other = Row(
             subject=row.subject,
-            candidate=dataclasses.replace(row.candidate, layout=layout),
+            candidate=row.candidate.with_constraints(constraints),
             baseline=row.baseline,
             program=(row.program, constraints),
             propagated=row.propagated,

@@ -25,7 +25,7 @@ def estimate_of(
             counts.flops - counts.matmul_flops,
             counts.bytes_accessed,
             counts.op_count,
-        )
+        ) + cost.fresh_s(compiled.memory.temporaries_bytes)
         communication_s = cost.collectives_s(counts.collectives, module.mesh)
         time_s = compute_s + communication_s
         unmodelled = tuple((f"custom call {name} x{n}", 0.0) for name, n in counts.unmodelled)

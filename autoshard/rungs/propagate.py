@@ -102,11 +102,13 @@ class Propagator:
             traffic[k] += regathered.get(value, 0.0)
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
+        block = _peak_of(kernels, local, spikes)
         compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_dtypes)
+        compute_s += cost.fresh_s(block)
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
         arguments = [local[v] for v in kernels.argument_values]
-        peak = sum(arguments) + _peak_of(kernels, local, spikes)
+        peak = sum(arguments) + block
         return Estimate(
             rung=Rung.PROPAGATE,
             time_s=compute_s + communication_s,
