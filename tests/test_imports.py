@@ -13,7 +13,7 @@ LAYERS = (
     {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"}
     | {"catalogue", "topology"},
     {"program", "target", "journal", "hlo"},
-    {"flow", "sites", "axes", "kernels", "buffers", "trips"}
+    {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips"}
     | {"analysis", "small", "specs", "written", "space", "partitioned", "constraints", "lowering"}
     | {"cost", "calibrate", "network", "pricing"},
     {"rungs", "strategy", "promote"},

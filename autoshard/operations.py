@@ -1,0 +1,288 @@
+"""The operations of a flattened module as numbered values: sizes, uses, loops, trips, arithmetic.
+
+Read once, before any layout. Nothing is decided here: what fuses is `fusion`, what shares a buffer
+`buffers`.
+"""
+
+import math
+import re
+
+from autoshard.buffers import Loop
+from autoshard.compat import stablehlo
+from autoshard.trips import trip_count
+
+FREE = frozenset(
+    {
+        "stablehlo.constant",
+        "sdy.constant",
+        "stablehlo.reshape",
+        "stablehlo.optimization_barrier",
+        "sdy.sharding_constraint",
+        "stablehlo.tuple",
+        "stablehlo.get_tuple_element",
+        "stablehlo.after_all",
+        "stablehlo.create_token",
+    }
+)
+HEAVY = frozenset(
+    "stablehlo." + n
+    for n in [
+        "dot_general",
+        "convolution",
+        "gather",
+        "scatter",
+        "sort",
+        "custom_call",
+        "rng_bit_generator",
+        "fft",
+        "cholesky",
+        "triangular_solve",
+        "reduce_window",
+        "select_and_scatter",
+        "concatenate",
+        "dynamic_update_slice",
+        "dynamic_gather",
+        "while",
+        "case",
+        "if",
+        "reduce",
+        "rng",
+    ]
+) | {"chlo.top_k"}
+RENAMES = frozenset(
+    {"sdy.sharding_constraint", "stablehlo.reshape", "stablehlo.optimization_barrier"}
+)
+UPDATE = "stablehlo.dynamic_update_slice"
+SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
+
+
+class Operations:
+    """Values of a module by number, in the order of the program.
+
+    Args:
+      main: the block of the flattened main function, its operations tagged.
+      site_of_tag: which site a tagged constraint operation is.
+
+    Attributes:
+      sizes, elements: bytes and elements of each value on one device if nothing is sharded.
+      parents: for a constraint's value the value it constrains, else -1.
+      op_of: the operation that makes a value, "" for arguments.
+      operands: of that operation, by number.
+      uses: (operation, the first value it makes or -1) of all that take the value.
+      trip_of: how often its operation runs in a step.
+      position_of: where that stands in the program.
+      own_flops: of its operation alone, if nothing is sharded.
+      dtype_of: of the operands of a product or convolution, by the value it makes.
+      arguments, returned: of the main function.
+      tags: tag of an operation -> (first value, number of results).
+      trips, positions: the same two by tag.
+      site_values: (value, site index) of each sharding constraint.
+      loops: every `while`.
+      contracting: tags of products and convolutions with the values they take.
+      length: the last position.
+      assumptions: what the module did not say.
+    """
+
+    def __init__(self, main: stablehlo.Block, site_of_tag: dict[int, int]):
+        self.sizes: list[float] = []
+        self.elements: list[float] = []
+        self.parents: list[int] = []
+        self.op_of: list[str] = []
+        self.operands: list[list[int]] = []
+        self.uses: list[list[tuple[str, int]]] = []
+        self.trip_of: list[float] = []
+        self.position_of: list[int] = []
+        self.own_flops: list[float] = []
+        self.dtype_of: dict[int, str] = {}
+        self.tags: dict[int, tuple[int, int]] = {}
+        self.trips: dict[int, float] = {}
+        self.positions: dict[int, int] = {}
+        self.site_values: list[tuple[int, int]] = []
+        self.loops: list[Loop] = []
+        self.contracting: dict[int, tuple[int, ...]] = {}
+        self.length = 0
+        self.assumptions: list[str] = []
+        self._site_of_tag = site_of_tag
+        self._number: dict[stablehlo.Value, int] = {}
+        self._constants: dict[stablehlo.Value, str] = {}
+        self.arguments = [self._new(value, "", 1.0) for value in main.arguments]
+        self._block(main, 1.0)
+        last = list(main.operations)[-1].operation
+        self.returned = [self._number[v] for v in last.operands if v in self._number]
+        self._sink_fills()
+
+    def source(self, v: int) -> int:
+        """The value in whose buffer another lies, if it does; else -1."""
+        if self.op_of[v] in RENAMES or self.op_of[v] == UPDATE:
+            return self.operands[v][0]
+        return -1
+
+    def _new(self, value: stablehlo.Value, op: str, trips: float, parent: int = -1) -> int:
+        dims, bits = stablehlo.shape_and_bits(str(value.type))
+        index = len(self.sizes)
+        self._number[value] = index
+        count = float(math.prod(dims))
+        self.elements.append(count)
+        self.sizes.append(count * bits / 8)
+        self.parents.append(parent)
+        self.op_of.append(op)
+        self.operands.append([])
+        self.uses.append([])
+        self.trip_of.append(trips)
+        self.position_of.append(self.length)
+        self.own_flops.append(0.0)
+        return index
+
+    def _block(self, block: stablehlo.Block, trips: float) -> None:
+        for op in block.operations:
+            self._operation(op.operation, trips)
+
+    def _operation(self, op: stablehlo.Operation, trips: float) -> None:
+        name = op.name
+        self.length += 1
+        attributes = op.attributes
+        tag = attributes[stablehlo.TAG].value if stablehlo.TAG in attributes else -1
+        self.positions[tag] = self.length
+        self.trips[tag] = trips
+        operands = [self._number[v] for v in op.operands if v in self._number]
+        if name in ("stablehlo.return", "func.return"):
+            for i in operands:
+                self.uses[i].append((name, -1))
+            return
+        first = len(self.sizes)
+        if name == "stablehlo.constant" or name == "sdy.constant":
+            self._constants[op.results[0]] = str(attributes["value"])
+        if name == "sdy.sharding_constraint":
+            index = self._new(op.results[0], name, trips, parent=operands[0])
+            self.operands[index] = operands[:1]
+            self.uses[operands[0]].append((name, index))
+            if tag in self._site_of_tag:
+                self.site_values.append((index, self._site_of_tag[tag]))
+            self.tags[tag] = (first, 1)
+            return
+        if name == "stablehlo.while":
+            self._loop(op, operands, trips)
+            self.tags[tag] = (first, len(op.results))
+            return
+        for k, result in enumerate(op.results):
+            index = self._new(result, name, trips)
+            barrier = name == "stablehlo.optimization_barrier"
+            self.operands[index] = [operands[k]] if barrier else operands
+            self.own_flops[index] = self._flops(op, index)
+            if name in ("stablehlo.dot_general", "stablehlo.convolution"):
+                self.contracting[tag] = tuple(operands)
+                self.dtype_of[index] = stablehlo.dtype_of(op.operands[0])
+        for i in operands:
+            self.uses[i].append((name, first if op.results else -1))
+        self.tags[tag] = (first, len(op.results))
+        if name in ("stablehlo.case", "stablehlo.if"):
+            self._branches(op, first, trips)
+
+    def _loop(self, op: stablehlo.Operation, operands: list[int], trips: float) -> None:
+        count, known = trip_count(op, self._constants)
+        if not known:
+            where = str(op.location)[:60]
+            self.assumptions.append(f"unknown trip count taken as 1 at {where}")
+        condition, body = (region.blocks[0] for region in op.regions)
+        results = [self._new(r, "stablehlo.while", trips) for r in op.results]
+        for result, operand in zip(results, operands, strict=False):
+            self.operands[result] = [operand]
+            self.uses[operand].append(("stablehlo.while", result))
+        for argument, result in zip(condition.arguments, results, strict=True):
+            self._number[argument] = result
+        for argument, result in zip(body.arguments, results, strict=True):
+            self._number[argument] = result
+        start = self.length
+        self._block(body, trips * count)
+        returned = list(body.operations)[-1].operation.operands
+        self.loops.append(
+            Loop(
+                start=start,
+                end=self.length,
+                carries=tuple(results),
+                initial=tuple(operands),
+                returned=tuple(self._unchanged(self._number[v]) for v in returned),
+            )
+        )
+
+    def _sink_fills(self) -> None:
+        """A loop makes itself what it is only given to read and what a constant fills.
+
+        XLA's while-loop-constant-sinking: such a value is neither written nor handed over.
+        """
+        for loop in sorted(self.loops, key=lambda loop: loop.start):
+            for carry, initial, returned in zip(
+                loop.carries, loop.initial, loop.returned, strict=True
+            ):
+                if returned == carry and self._is_fill(initial):
+                    self.op_of[carry], self.operands[carry] = "stablehlo.iota", []
+                    self.uses[initial].remove(("stablehlo.while", carry))
+                    self.uses[carry].remove(("stablehlo.return", -1))
+
+    def _is_fill(self, v: int) -> bool:
+        if self.op_of[v] in ("stablehlo.constant", "sdy.constant", "stablehlo.iota"):
+            return True
+        passes = {"stablehlo.broadcast_in_dim", "stablehlo.convert", *RENAMES}
+        return self.op_of[v] in passes and self._is_fill(self.operands[v][0])
+
+    def _unchanged(self, v: int) -> int:
+        """The value that constraints and reshapes only give another name."""
+        while (source := self.source(v)) >= 0 and self.op_of[v] != UPDATE:
+            v = source
+        return v
+
+    def _branches(self, op: stablehlo.Operation, first: int, trips: float) -> None:
+        self.assumptions.append(f"the largest branch is taken at {str(op.location)[:60]}")
+        starts = []
+        for region in op.regions:
+            start = len(self.sizes)
+            for block in region.blocks:
+                for argument in block.arguments:
+                    self._new(argument, "", trips)
+                self._block(block, trips)
+            starts.append((start, len(self.sizes)))
+        weights = [sum(self.own_flops[a:b]) for a, b in starts]
+        keep = weights.index(max(weights)) if weights else 0
+        for i, (a, b) in enumerate(starts):
+            if i != keep:
+                for j in range(a, b):
+                    self.trip_of[j] = 0.0
+
+    def _flops(self, op: stablehlo.Operation, index: int) -> float:
+        name = op.name
+        out = self.elements[index]
+        if name == "stablehlo.dot_general":
+            left = stablehlo.shape_of(op.operands[0])
+            found = re.search(
+                r"lhs_contracting_dimensions = \[([\d, ]*)\]",
+                str(op.attributes["dot_dimension_numbers"]),
+            )
+            dims = [int(d) for d in found.group(1).split(",") if d.strip()] if found else []
+            return 2.0 * out * math.prod(left[d] for d in dims)
+        if name == "stablehlo.convolution":
+            kernel = stablehlo.shape_of(op.operands[1])
+            text = str(op.attributes["dimension_numbers"])
+            layout = text[text.index("x[") + 2 : text.index("]->")].split(",")
+            feature = kernel[[d.strip() for d in layout].index("o")]
+            return 2.0 * out * math.prod(kernel) / max(feature, 1)
+        if name in ("stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.scatter"):
+            return max((self.elements[i] for i in self.operands[index]), default=out)
+        if name == "stablehlo.sort":
+            return out * max(1.0, math.log2(max(out, 2.0)))
+        if (
+            name in FREE
+            or name in SLICES
+            or name
+            in (
+                "stablehlo.broadcast_in_dim",
+                "stablehlo.iota",
+                "stablehlo.transpose",
+                "stablehlo.concatenate",
+                "stablehlo.pad",
+                "stablehlo.gather",
+                "stablehlo.dynamic_update_slice",
+                "stablehlo.convert",
+            )
+        ):
+            return 0.0
+        return out
