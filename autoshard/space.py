@@ -4,49 +4,20 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from autoshard.axes import Axes, LogicalAxis
 from autoshard.errors import LayoutError
+from autoshard.fix import unfit
 from autoshard.layout import Candidate, Layout, MeshShape, Spec, rules
-from autoshard.program import Leaf, Program
+from autoshard.meshes import MAX_MESH_AXES
+from autoshard.program import Program
 from autoshard.sites import Site
 from autoshard.small import small_leaves
 from autoshard.specs import Specs, resolve
 from autoshard.written import Written
 
 Knobs = tuple[tuple[str, str | int | float | bool | None], ...]
-
-MAX_MESH_AXES = 3
-
-
-def factorizations(count: int, most: int = MAX_MESH_AXES) -> list[tuple[int, ...]]:
-    """Ordered factorizations of `count` into at most `most` factors above one; [()] for 1."""
-    if count == 1:
-        return [()]
-    found: list[tuple[int, ...]] = [(count,)]
-    if most > 1:
-        for first in range(2, count):
-            if count % first == 0:
-                found += [(first, *rest) for rest in factorizations(count // first, most - 1)]
-    return list(dict.fromkeys(found))
-
-
-def mesh_shapes(count: int, names: tuple[str, ...], ordered: bool) -> list[MeshShape]:
-    """Meshes of every factorization into up to three axes.
-
-    Args:
-      names: of the axes, major to minor; completed by x, y, z.
-      ordered: whether (4, 2) and (2, 4) differ: they do where links differ or names carry a
-        meaning; else one of them stands for both, sizes descending.
-    """
-    spare = [n for n in ("x", "y", "z") if n not in names]
-    all_names = (*names, *spare)
-    shapes = factorizations(count)
-    if not ordered:
-        shapes = list(dict.fromkeys(tuple(sorted(s, reverse=True)) for s in shapes))
-    shapes.sort(key=lambda s: (len(s), [-n for n in s]))
-    return [tuple(zip(all_names, s, strict=False)) for s in shapes]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,58 +373,3 @@ class Space:
     def _allows(self, mesh: MeshShape) -> bool:
         sizes = sorted(n for _, n in mesh)
         return any(sorted(n for _, n in allowed) == sizes for allowed in self.meshes)
-
-
-def _items(value: object) -> tuple[object, ...]:
-    if not isinstance(value, Iterable):
-        raise LayoutError(f"expected mesh axes or a PartitionSpec, got {value!r}")
-    return tuple(value)
-
-
-def _mesh_axes(value: object) -> tuple[str, ...]:
-    """One mesh axis, several, or None."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(str(m) for m in _items(value))
-
-
-def unfit(leaf: Leaf, spec: Spec, sizes: Mapping[str, int]) -> str | None:
-    """Why a fixed leaf cannot lie so on a mesh of these sizes, None if it can."""
-    missing = sorted({m for dim in spec for m in dim} - set(sizes))
-    if missing:
-        return f"{leaf.path} is fixed to {', '.join(missing)}, which the mesh does not have"
-    for d, (n, dim) in enumerate(zip(leaf.shape, spec, strict=True)):
-        ways = math.prod(sizes[m] for m in dim)
-        if n % ways:
-            return f"{leaf.path}[{d}] of {n} is fixed to {', '.join(dim)}, which takes {ways} ways"
-    return None
-
-
-def read_fix(
-    fix: Mapping[str, object] | None, program: Program, axes: Axes
-) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], tuple[tuple[int, Spec], ...]]:
-    """Splits the user's `fix` into pinned logical axes and fixed state leaves.
-
-    Raises:
-      LayoutError: a key is neither a logical axis nor the path of a state leaf.
-    """
-    pinned: list[tuple[str, tuple[str, ...]]] = []
-    leaves: list[tuple[int, Spec]] = []
-    names = {a.name: a for a in axes.axes}
-    for key, value in (fix or {}).items():
-        if key in names:
-            pinned.append((key, _mesh_axes(value)))
-            continue
-        index = next((i for i, x in enumerate(program.state) if key in (x.path, x.key)), None)
-        if index is None:
-            raise LayoutError(
-                f"fix[{key!r}] names nothing: expected a logical axis ({', '.join(names)}) or the"
-                f" path of a state leaf such as {program.state[0].path if program.state else '-'}"
-            )
-        dims = (value,) if value is None or isinstance(value, str) else _items(value)
-        spec = [_mesh_axes(d) for d in dims]
-        rank = len(program.state[index].shape)
-        if len(spec) > rank:
-            raise LayoutError(f"fix[{key!r}] has {len(spec)} dimensions, the leaf {rank}")
-        leaves.append((index, (*spec, *[()] * (rank - len(spec)))))
-    return tuple(pinned), tuple(leaves)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from autoshard.analysis import analyse
 from autoshard.driver import Subject
 from autoshard.errors import LayoutError, WorkloadError
+from autoshard.fix import read_fix, unfit
 from autoshard.layout import MeshShape, Spec
+from autoshard.meshes import mesh_shapes
 from autoshard.program import Program, sample_batch, trace
-from autoshard.space import Space, mesh_shapes, read_fix, unfit
+from autoshard.space import Space
 from autoshard.target import Target
 from autoshard.workload import Workload
 from autoshard.written import analyse_written

@@ -22,9 +22,10 @@ from absl import app, flags
 
 from autoshard.analysis import analyse
 from autoshard.cost import KINDS, Constants, CostModel, LinkCost
+from autoshard.meshes import mesh_shapes
 from autoshard.program import trace
 from autoshard.rungs.propagate import Propagator
-from autoshard.space import Space, mesh_shapes
+from autoshard.space import Space
 from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from models import plain_gpt

@@ -10,10 +10,10 @@ import pytest
 
 import autoshard
 from autoshard.cost import CostModel
+from autoshard.meshes import mesh_shapes
 from autoshard.network import Network
 from autoshard.pricing import catalogued
 from autoshard.rungs.propagate import Propagator
-from autoshard.space import mesh_shapes
 from autoshard.strategy import baselines
 from autoshard.target import find_target
 from autoshard.topology import Topology

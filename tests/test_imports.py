@@ -14,8 +14,8 @@ LAYERS = (
     | {"catalogue", "topology"},
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips"}
-    | {"analysis", "small", "specs", "written", "space", "partitioned", "constraints", "lowering"}
-    | {"cost", "calibrate", "network", "pricing"},
+    | {"analysis", "small", "specs", "written", "meshes", "fix", "space", "partitioned"}
+    | {"constraints", "lowering", "cost", "calibrate", "network", "pricing"},
     {"rungs", "strategy", "promote"},
     {"driver"},
     {"subjects", "plan", "plan_file", "validity", "evaluation", "report", "no_plan", "knob_advice"},

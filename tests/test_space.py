@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec
 
 from autoshard.driver import Subject
 from autoshard.errors import LayoutError, WorkloadError
+from autoshard.fix import read_fix
 from autoshard.layout import Layout, rules
+from autoshard.meshes import factorizations, mesh_shapes
 from autoshard.program import trace
-from autoshard.space import Space, factorizations, mesh_shapes, read_fix
+from autoshard.space import Space
 from autoshard.strategy import baselines
 from autoshard.subjects import make_subject
 from autoshard.target import find_target

@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterable
 
 from autoshard.layout import Candidate, Layout, MeshShape
-from autoshard.space import Space, factorizations
+from autoshard.meshes import factorizations
+from autoshard.space import Space
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
