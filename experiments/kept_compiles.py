@@ -5,6 +5,8 @@ import hashlib
 import pathlib
 import pickle
 
+import jax
+
 from autoshard.compat.compilers import compiler_version
 from autoshard.module import Module
 from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
@@ -41,7 +43,9 @@ def compiled(
 def _digest(module: Module, target: Target) -> str:
     """Of all that decides what the compiler makes of a module."""
     text = hashlib.sha256(module.stablehlo)
-    compiler = compiler_version(target.lowering_platform)
-    order = () if target.is_here else target.order(module.mesh)
-    text.update(repr((module.mesh, target.hardware, order, compiler)).encode())
+    away = not target.is_here
+    compiler = compiler_version(target.lowering_platform) if away else ""
+    order = target.order(module.mesh) if away else ()
+    where = (module.mesh, target.hardware, order, compiler, jax.__version__)
+    text.update(repr(where).encode())
     return text.hexdigest()[:24]

@@ -43,6 +43,12 @@ def _name(figures: Mapping[str, Any]) -> str:
     return f"{figures['model']} on {figures['target']}{kind}"
 
 
+def _plan_is(figures: Mapping[str, Any]) -> str:
+    """The baseline a plan is, and how many constraints say so, where not as many as usual."""
+    words = figures["layout"].get("constraints")
+    return (figures["baseline"] or "none of them") + (f" (constraints: {words})" if words else "")
+
+
 def summary(plans: Sequence[Mapping[str, Any]]) -> Table:
     """One row for each model and target; "over FSDP" is hand FSDP's step over the plan's."""
     rows = []
@@ -55,7 +61,7 @@ def summary(plans: Sequence[Mapping[str, Any]]) -> Table:
         rows.append(
             (
                 Cell(_name(p)),
-                Cell(p["baseline"] or "none of them"),
+                Cell(_plan_is(p)),
                 Cell(seconds(p["predicted_s"])),
                 Cell(mebibytes(p["peak_bytes"])),
                 Cell(f"{1 / fsdp['ratio']:.3f}" if "ratio" in fsdp else "-"),
