@@ -57,6 +57,7 @@ def summary(plans: Sequence[Mapping[str, Any]]) -> Table:
         verdicts = [row["verdict"] for row in rows_by_hand]
         fsdp: Mapping[str, Any] = next((row for row in rows_by_hand if row["name"] == "fsdp"), {})
         missed = verdicts.count("missed")
+        counts = f"{verdicts.count('met')}, {verdicts.count('equal')}, {missed}"
         spent = p["elapsed_s"]
         rows.append(
             (
@@ -65,7 +66,7 @@ def summary(plans: Sequence[Mapping[str, Any]]) -> Table:
                 Cell(seconds(p["predicted_s"])),
                 Cell(mebibytes(p["peak_bytes"])),
                 Cell(f"{1 / fsdp['ratio']:.3f}" if "ratio" in fsdp else "-"),
-                Cell(f"{verdicts.count('met')}, {verdicts.count('equal')}, {missed}", missed > 0),
+                Cell(counts if verdicts else "not compared", missed > 0),
                 Cell(f"{p['candidates']}, {p['compiles']}"),
                 Cell(
                     f"{spent['propagate']:.0f} + {spent['compile']:.0f} ="
