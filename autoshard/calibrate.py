@@ -16,12 +16,12 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants, LinkCost
 from autoshard.target import Target
@@ -30,6 +30,7 @@ REVISION = 5
 _ROUNDS = 5
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
+_FRESH_DEVICES = 8  # enough to keep every core busy; on all of a large mesh it would be gigabytes
 _SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device
 
 
@@ -37,10 +38,14 @@ def calibrate(target: Target) -> Constants:
     """Measures a target, a few seconds."""
     n = target.device_count
     mesh = target.mesh((("x", n),) if n > 1 else ())
-    over = NamedSharding(mesh, PartitionSpec("x"))
+    few = min(n, _FRESH_DEVICES)
 
-    def jit(function: Callable[..., jax.Array], *shape: int) -> Callable[[], object]:
-        array = jax.jit(lambda: jnp.full((n, *shape), 0.5, jnp.float32), out_shardings=over)()
+    def jit(
+        function: Callable[..., jax.Array], *shape: int, mesh: Mesh = mesh
+    ) -> Callable[[], object]:
+        over = NamedSharding(mesh, PartitionSpec("x"))
+        shape = (mesh.size, *shape)
+        array = jax.jit(lambda: jnp.full(shape, 0.5, jnp.float32), out_shardings=over)()
         compiled = jax.jit(function, out_shardings=over).lower(array).compile()
         return lambda: jax.block_until_ready(compiled(array))
 
@@ -51,10 +56,14 @@ def calibrate(target: Target) -> Constants:
         "product": jit(lambda x: jnp.einsum("nij,njk->nik", x, x), side, side),
         "elements": jit(lambda x: jnp.tanh(x * 0.5 + 1.0) * x + jnp.exp(-x), width // 4),
         "copy": jit(lambda x: x * 1.5, width),
-        "kept": jit(_written(width), 8),
-        "fresh": jit(_written(FRESH_FROM_BYTES // 4 + width), 8),
         "kernels": jit(_many_products, 8, 8),
     }
+    shared = target.shared_host
+    if shared:
+        some = Mesh(np.array(target.devices[:few]), ("x",))
+        probes["nothing of few"] = jit(lambda x: x + 1.0, 8, mesh=some)
+        probes["kept"] = jit(_written(width), 8, mesh=some)
+        probes["fresh"] = jit(_written(FRESH_FROM_BYTES // 4 + width), 8, mesh=some)
     groups = sorted({2, n} & set(range(2, n + 1))) if n > 1 else []
     for group in groups:
         for kind in KINDS:
@@ -86,11 +95,6 @@ def calibrate(target: Target) -> Constants:
             links.append(
                 LinkCost(kind=kind, group_size=group, latency_s=latency, s_per_byte=s_per_byte)
             )
-    shared = target.shared_host
-    # What a large block takes beyond as many small ones, which are in memory already.
-    kept_bytes = 4 * width
-    fresh_bytes = FRESH_FROM_BYTES + kept_bytes
-    slower_s = above("fresh") - fresh_bytes / kept_bytes * above("kept")
     # On a shared host the rates are the host's: the work of all devices over the elapsed time.
     work = n if shared else 1
     return Constants(
@@ -100,12 +104,26 @@ def calibrate(target: Target) -> Constants:
         element_flops_per_s=work * 7.0 * (width // 4) / above("elements"),
         bandwidth_bytes_per_s=work * 8.0 * width / above("copy"),
         launch_s=above("kernels") / (2 * _TINY * work),
-        fresh_s_per_byte=max(0.0, slower_s) / (n * fresh_bytes) if shared else 0.0,
+        fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),
         links=tuple(links),
         date=datetime.date.today().isoformat(),
     )
+
+
+def fresh_s_per_byte(seconds: Mapping[object, float], devices: int, kept_bytes: int) -> float:
+    """What a byte of a block takes that is too large to be kept, beyond one of a block that is.
+
+    Args:
+      seconds: of the probes "kept", "fresh", which writes `FRESH_FROM_BYTES` more on each device,
+        and "nothing of few".
+      devices: that took part.
+      kept_bytes: what "kept" writes on each device.
+    """
+    fresh_bytes = FRESH_FROM_BYTES + kept_bytes
+    kept, fresh = (seconds[name] - seconds["nothing of few"] for name in ("kept", "fresh"))
+    return max(0.0, fresh - fresh_bytes / kept_bytes * kept) / (devices * fresh_bytes)
 
 
 def _written(width: int) -> Callable[[jax.Array], jax.Array]:

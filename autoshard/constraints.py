@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from autoshard.analysis import Analysis
 from autoshard.compat import partitioner, shardings
-from autoshard.layout import Constraints
+from autoshard.layout import Wording
 from autoshard.partitioned import partitioned
 from autoshard.sites import Place
 from autoshard.specs import Specs
@@ -22,16 +22,16 @@ _ROUNDS = 10
 
 
 def told(analysis: Analysis, specs: Specs) -> Specs:
-    """The same partition with the constraints that `specs.constraints` speaks of.
+    """The same partition with the constraints that `specs.wording` speaks of.
 
     What is partitioned alike is asked of the partitioner: every operation divided over the same
     mesh axes, and the same communication as often. Where fewer constraints cannot be found to do,
     all stay.
     """
-    if not specs.mesh or not specs.sites or specs.constraints is Constraints.ALL:
+    if not specs.mesh or not specs.sites or specs.wording is Wording.ALL:
         return specs
     asked = _Asked(analysis, specs)
-    if specs.constraints is Constraints.LEAN:
+    if specs.wording is Wording.LEAN:
         found = asked.enough(
             s.index
             for s in analysis.sites.sites
@@ -39,7 +39,7 @@ def told(analysis: Analysis, specs: Specs) -> Specs:
         )
     else:
         found = asked.enough(())
-        found = None if found is None else asked.least(found)
+        found = asked.fewest(found) if found else found
     return specs if found is None else asked.only(found)
 
 
@@ -79,20 +79,24 @@ class _Asked:
             kept |= {site_of[tag] for tag in back}
         return None
 
-    def least(self, kept: Iterable[int]) -> set[int]:
-        """Of sites that are enough, some of which none can be spared; halves are tried first."""
+    def fewest(self, kept: Iterable[int]) -> set[int]:
+        """Of sites that are enough, enough of which no single one can be spared.
+
+        Halves are tried first; the last pass is repeated until it spares none.
+        """
         left = sorted(kept)
-        size = len(left)
-        while size:
-            i = 0
+        size = max(1, len(left) // 2)
+        while True:
+            before, i = len(left), 0
             while i < len(left):
                 fewer = left[:i] + left[i + size :]
                 if self._differences(fewer) is None:
                     left = fewer
                 else:
                     i += size
-            size //= 2
-        return set(left)
+            if size == 1 and len(left) == before:
+                return set(left)
+            size = max(1, size // 2)
 
     def _differences(self, kept: Iterable[int]) -> list[int] | None:
         """Tags next to which the partition differs from that of all constraints; None if nowhere.
@@ -100,7 +104,11 @@ class _Asked:
         A collective may stand next to another operation, if it is as large and runs as often.
         """
         trips = self._analysis.kernels.trips
-        one, other = self._whole, partitioned(self._analysis, self.only(kept), self._attributes)
+        one = self._whole
+        try:
+            other = partitioned(self._analysis, self.only(kept), self._attributes)
+        except (RuntimeError, ValueError):  # with fewer constraints the partitioner gives up
+            return []
 
         def sent(judged: partitioner.Judged) -> Counter[tuple[object, ...]]:
             return Counter(

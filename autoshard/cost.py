@@ -4,7 +4,7 @@ Time of a step = sum over kernels of max(operations / rate, bytes / bandwidth) +
 each collective latency + bytes / bandwidth of its group. On live devices both are measured for each
 kind and group size (alpha-beta model); for hardware that is not here they follow from the links the
 group runs over (`network`). Devices of a fake mesh share the cores of one host: there the rates are
-the host's, and the work of all devices adds up.
+the host's, the work of all devices adds up, and pages of a large block of temporaries cost time.
 
 Not modelled here: overlap of communication with computation (rung 2 reads it off the schedule),
 cache effects between kernels.
@@ -24,7 +24,11 @@ from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
 MODEL_REVISION = 8
-"""Part of every journal key: raise it when a change here, or to sites, changes estimates."""
+"""Part of every journal key.
+
+Raise it when a change here, to sites, or to which constraints `constraints.told` keeps changes
+estimates.
+"""
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
 """Types of 8 and 4 bits: f8E4M3FN (MLIR), f8e4m3fn (HLO), i8, ui8, s8, u4."""
@@ -32,8 +36,8 @@ _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
 FRESH_FROM_BYTES = 32 << 20
 """From which size on glibc's malloc maps a block anew each time, and gives it back when freed.
 
-Smaller ones it keeps after the first time: mallopt(3), M_MMAP_THRESHOLD, which rises by itself to
-at most 4 MiB times the size of a long.
+Smaller ones it mostly keeps after the first time: mallopt(3), M_MMAP_THRESHOLD, which rises by
+itself to at most 4 MiB times the size of a long.
 """
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
@@ -71,8 +75,8 @@ class Constants:
         sliced along the same axes; else the whole is reduced and then cut.
       links: measured collectives; () where the network says what they cost.
       date: ISO date of the calibration; "" for the catalogue's figures.
-      fresh_s_per_byte: each byte of a block of at least `FRESH_FROM_BYTES`, whose pages the system
-        gives anew to every step; on a shared host alone.
+      fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
+        pages the system gives anew to each step; on a shared host alone.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
       source: what else the figures depend on: topology and digest of its catalogue entry.
     """

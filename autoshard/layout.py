@@ -24,14 +24,15 @@ def rules(mapping: Mapping[str, str | Sequence[str]]) -> Rules:
     return tuple(sorted((axis, to) for axis, to in items if to))
 
 
-class Constraints(enum.StrEnum):
+class Wording(enum.StrEnum):
     """How many constraints say a layout to the partitioner; each gives the same partition.
 
-    They are other programs to the compiler, which may be some percent faster or slower.
+    They are other programs to the compiler, which may be some percent faster or slower. The
+    constraints are autoshard's own; those of the user's step are another matter (`as_written`).
     """
 
     LEAN = "lean"  # what is stored, parameters where they are used, and what more is needed
-    LEAST = "least"  # none that could be spared
+    LEAST = "least"  # such that no single one can be spared
     ALL = "all"  # at every site
 
 
@@ -49,7 +50,7 @@ class Layout:
         (`small.small_elements`), take compute rules at rest too: where only storage rules would
         divide them they stay whole, and need no gathering.
       as_written: keep the user's own sharding constraints and add none; the rules are then empty.
-      constraints: how many of its constraints are put into the program.
+      wording: how many constraints put it into the program.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -58,7 +59,7 @@ class Layout:
     occurrences: tuple[tuple[str, int], ...] = ()
     small_whole: bool = False
     as_written: bool = False
-    constraints: Constraints = Constraints.LEAN
+    wording: Wording = Wording.LEAN
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -113,7 +114,7 @@ class Layout:
             occurrences=tuple(sorted((g, o) for g, o in self.occurrences if o)),
             small_whole=self.small_whole and rules(storage) != rules(compute),
             as_written=self.as_written,
-            constraints=self.constraints,
+            wording=Wording.LEAN if self.as_written or not keep else self.wording,
         )
 
     def spread_over(self, mesh: tuple[tuple[str, int], ...]) -> "Layout | None":
@@ -146,7 +147,7 @@ class Layout:
             "occurrences": dict(self.occurrences),
             **({"small_whole": True} if self.small_whole else {}),
             "as_written": self.as_written,
-            **({"constraints": str(self.constraints)} if self.constraints != "lean" else {}),
+            **({"wording": str(self.wording)} if self.wording != "lean" else {}),
         }
 
     @staticmethod
@@ -166,7 +167,7 @@ class Layout:
                 occurrences=tuple(sorted((str(g), int(o)) for g, o in data["occurrences"].items())),
                 small_whole=bool(data.get("small_whole", False)),
                 as_written=bool(data["as_written"]),
-                constraints=Constraints(data.get("constraints", "lean")),
+                wording=Wording(data.get("wording", "lean")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LayoutError(f"not a layout: {error!r} in {json.dumps(data)[:200]}") from error
@@ -202,9 +203,9 @@ class Candidate:
             layout=Layout.from_json(data.get("layout")), knobs=tuple(sorted(data["knobs"].items()))
         )
 
-    def with_constraints(self, constraints: Constraints) -> "Candidate":
+    def worded(self, wording: Wording) -> "Candidate":
         """The same layout, put into the program by other constraints."""
-        layout = dataclasses.replace(self.layout, constraints=constraints)
+        layout = dataclasses.replace(self.layout, wording=wording)
         return dataclasses.replace(self, layout=layout)
 
     @property

@@ -67,7 +67,8 @@ def constrained_step(
 def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wrapped:
     """The flat step, jitted: (state leaves, batch leaves) -> (state leaves, metric leaves).
 
-    The state is donated, the batch never. Constraints that say nothing new are left out.
+    The state is donated, the batch never. How many constraints it has is the layout's
+    `wording`.
     """
     mesh = target.any_mesh(specs.mesh)
     closed = constrained_step(analysis, told(analysis, specs), mesh)

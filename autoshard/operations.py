@@ -1,7 +1,7 @@
 """The operations of a flattened module as numbered values: sizes, uses, loops, trips, arithmetic.
 
-Read once, before any layout. Nothing is decided here: what fuses is `fusion`, what shares a buffer
-`buffers`.
+Read once, before any layout. What fuses is decided in `fusion`, what shares a buffer in `buffers`;
+here only which branch runs (the largest) and which constants a loop makes itself.
 """
 
 import math

@@ -14,7 +14,7 @@ from autoshard.analysis import Analysis
 from autoshard.axes import Axes
 from autoshard.compat.noise import quiet
 from autoshard.errors import PlanError
-from autoshard.layout import Candidate, Layout, Spec
+from autoshard.layout import Candidate, Layout, Spec, Wording
 from autoshard.lowering import jit_step, lower_step, shapes, shardings
 from autoshard.module import Module
 from autoshard.program import Leaf, Program
@@ -54,6 +54,11 @@ class Evidence:
     axes: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
     constants_digest: str = ""
     created: str = ""
+
+    @property
+    def candidates(self) -> int:
+        """How many layouts were judged, the same in other words counted once."""
+        return len({t.candidate.worded(Wording.LEAN) for t in self.trials})
 
 
 class Plan:

@@ -14,7 +14,7 @@ class Entry:
       index: whose it is; returned to the caller.
       estimate: rung 1's.
       family: candidates of one family differ in details only.
-      program: equal for candidates that put the same shardings everywhere.
+      program: equal for candidates that put the same shardings everywhere, in the same words.
     """
 
     index: int

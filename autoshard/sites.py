@@ -1,7 +1,7 @@
 """Sites: the values inside a step that take a sharding constraint, and the rewrite that puts it.
 
-The same placement serves rung 1 (every site open), rung 2 and the running step (each site with
-the sharding its layout gives). A site is known again in a lowered module by its tag, a name scope
+The same placement serves rung 1 (every site open), rung 2 and the running step (sites with the
+sharding their layout gives). A site is known again in a lowered module by its tag, a name scope
 in the location of the constraint, never by order: lowering drops, unrolls and moves operations.
 """
 

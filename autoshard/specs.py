@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from autoshard.axes import Axes, Dimensions
-from autoshard.layout import Constraints, Layout, Spec
+from autoshard.layout import Layout, Spec, Wording
 from autoshard.program import Program
 from autoshard.sites import Site
 from autoshard.small import elements, loop_axes, small_elements
@@ -28,7 +28,7 @@ class Specs:
       sites: per site index; sites left out get no constraint.
       dropped: sentences on what divisibility or factor order took away, each once.
       idle: rules that shard nothing.
-      constraints: how many of the sites are to be constrained.
+      wording: how many of the sites are constrained in the program.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -37,12 +37,12 @@ class Specs:
     sites: dict[int, SiteSpec]
     dropped: tuple[str, ...]
     idle: tuple[str, ...]
-    constraints: Constraints = Constraints.LEAN
+    wording: Wording = Wording.LEAN
 
     def key(self) -> tuple[object, ...]:
-        """Equal for layouts that put the same shardings everywhere."""
+        """Equal for layouts that put the same shardings everywhere, in the same words."""
         sites = tuple(sorted((i, s.spec, s.open) for i, s in self.sites.items()))
-        return (self.mesh, self.inputs, self.outputs, sites, self.constraints)
+        return (self.mesh, self.inputs, self.outputs, sites, self.wording)
 
 
 class _Resolver:
@@ -209,7 +209,7 @@ def resolve(
         sites=placed,
         dropped=tuple(resolver.dropped),
         idle=tuple(idle),
-        constraints=layout.constraints,
+        wording=layout.wording,
     )
 
 

@@ -2,8 +2,10 @@
 
 import gzip
 import hashlib
+import os
 import pathlib
 import pickle
+import threading
 
 import jax
 
@@ -33,7 +35,7 @@ def compiled(
     found = compile_in_process(request_for(module, target, str(folder), time_limit_s))
     if not isinstance(found, Failure) or found.kind is Kind.OOM:
         folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
+        part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         with gzip.open(part, "wb") as file:
             pickle.dump(found, file)
         part.replace(path)

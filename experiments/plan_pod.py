@@ -125,7 +125,7 @@ def _figures(plan: autoshard.Plan, batch_size: int, elapsed_s: float) -> dict[st
         "predicted_s": winner.compiled.time_s,
         "peak_bytes": winner.compiled.peak_memory_bytes,
         "limit_bytes": plan.evidence.memory_limit_bytes,
-        "candidates": len(trials),
+        "candidates": plan.evidence.candidates,
         "compiles": len(counted),
         "elapsed_s": {**plan.evidence.elapsed_s, "with_imports": elapsed_s},
         "false_rejections": plan.evidence.false_rejections,

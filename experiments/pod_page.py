@@ -44,9 +44,9 @@ def _name(figures: Mapping[str, Any]) -> str:
 
 
 def _plan_is(figures: Mapping[str, Any]) -> str:
-    """The baseline a plan is, and how many constraints say so, where not as many as usual."""
-    words = figures["layout"].get("constraints")
-    return (figures["baseline"] or "none of them") + (f" (constraints: {words})" if words else "")
+    """The baseline a plan is, and its wording where that is not the usual one."""
+    words = figures["layout"].get("wording")
+    return (figures["baseline"] or "none of them") + (f" (wording: {words})" if words else "")
 
 
 def summary(plans: Sequence[Mapping[str, Any]]) -> Table:

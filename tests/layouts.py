@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from autoshard.layout import Constraints, Layout, rules
+from autoshard.layout import Layout, Wording, rules
 
 AXES = ("batch", "embed", "mlp", "heads")
 NAMES = ("x", "y", "z", "w")
@@ -25,5 +25,5 @@ def layouts(
         storage=rules(draw(table)),
         occurrences=tuple(draw(twice).items()),
         small_whole=draw(st.booleans()),
-        constraints=draw(st.sampled_from(Constraints)),
+        wording=draw(st.sampled_from(Wording)),
     )

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from autoshard import calibrate
-from autoshard.calibrate import calibrated
-from autoshard.cost import KINDS, Constants
+from autoshard.calibrate import calibrated, fresh_s_per_byte
+from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants
 from autoshard.target import find_target
 
 TARGET = find_target(jax.devices())
@@ -40,6 +40,15 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     }
     assert all(x.latency_s > 0 and x.s_per_byte > 0 for x in constants.links)
     assert Constants.from_json(json.loads(json.dumps(constants.to_json()))) == constants
+
+
+def test_a_byte_of_a_fresh_block_costs_what_a_kept_one_does_not():
+    kept_bytes, devices = 4 << 20, 4
+    of_all = devices * (FRESH_FROM_BYTES + kept_bytes)
+    seconds = {"nothing of few": 0.001, "kept": 0.003, "fresh": 0.001 + 9 * 0.002 + of_all * 2e-10}
+    assert fresh_s_per_byte(seconds, devices, kept_bytes) == pytest.approx(2e-10)
+    quicker = {**seconds, "fresh": 0.01}
+    assert fresh_s_per_byte(quicker, devices, kept_bytes) == 0.0
 
 
 def test_the_file_holds_date_digest_and_identity(constants, calibration):

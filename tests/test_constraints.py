@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from autoshard.constraints import told
-from autoshard.layout import Constraints
+from autoshard.layout import Wording
 from autoshard.partitioned import partitioned
 from autoshard.strategy import baselines
 from tests.analysed import baseline, subject
@@ -42,15 +42,15 @@ def test_every_baseline_is_partitioned_alike_with_fewer_constraints(name):
     assert sorted(fewer)[len(fewer) // 2] < 0.7
 
 
-def with_constraints(of, layout, constraints):
-    return of.space.specs(dataclasses.replace(layout, constraints=constraints))
+def worded(of, layout, wording):
+    return of.space.specs(dataclasses.replace(layout, wording=wording))
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_least_constraints_partition_alike_and_none_can_be_spared(name):
     of = subject(name)
     layout = baseline(of.space, "FSDP")
-    specs = with_constraints(of, layout, Constraints.LEAST)
+    specs = worded(of, layout, Wording.LEAST)
     kept = told(of.analysis, specs)
     whole = footprint(of, specs)
     assert footprint(of, kept) == whole
@@ -62,7 +62,7 @@ def test_least_constraints_partition_alike_and_none_can_be_spared(name):
 
 def test_all_constraints_stay_where_a_layout_says_so():
     of = subject("scanned_gpt")
-    specs = with_constraints(of, baseline(of.space, "FSDP"), Constraints.ALL)
+    specs = worded(of, baseline(of.space, "FSDP"), Wording.ALL)
     assert told(of.analysis, specs) is specs
     assert specs.key() != of.space.specs(baseline(of.space, "FSDP")).key()
 

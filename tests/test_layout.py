@@ -34,11 +34,11 @@ def test_canonical_has_no_axis_of_size_one_and_no_pair_that_could_merge(layout: 
 def test_json_round_trip(layout: Layout) -> None:
     again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
     assert again.canonical() == layout.canonical()
-    assert (again.mesh, again.compute, again.storage, again.constraints) == (
+    assert (again.mesh, again.compute, again.storage, again.wording) == (
         layout.mesh,
         layout.compute,
         layout.storage,
-        layout.constraints,
+        layout.wording,
     )
 
 
@@ -82,7 +82,7 @@ def test_the_order_of_tables_changes_nothing(layout: Layout) -> None:
         storage=layout.storage[::-1],
         occurrences=layout.occurrences[::-1],
         small_whole=layout.small_whole,
-        constraints=layout.constraints,
+        wording=layout.wording,
     )
     assert shuffled.canonical() == layout.canonical()
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autoshard.layout import Candidate, Constraints, Layout, rules
+from autoshard.layout import Candidate, Layout, Wording, rules
 from autoshard.report import describe, explain, rules_in_words
 from autoshard.report.explain import numerics
 from autoshard.report.words import mebibytes, mesh_in_words, seconds, traffic_in_words
@@ -61,9 +61,7 @@ def test_rules(compute, storage, text):
 def test_other_words():
     assert mesh_in_words(Layout(mesh=())) == "1 device"
     assert rules_in_words(Layout(mesh=MESH, as_written=True)) == "the step's own constraints"
-    assert rules_in_words(Layout(mesh=MESH, constraints=Constraints.LEAST)).endswith(
-        "constraints: least"
-    )
+    assert rules_in_words(Layout(mesh=MESH, wording=Wording.LEAST)).endswith("wording: least")
     assert rules_in_words(Layout(mesh=MESH, occurrences=(("scores", 1),))) == (
         "occurrence 1 of scores"
     )
@@ -217,7 +215,7 @@ def test_without_measurements_the_prediction_speaks(searched):
     )
     assert text.endswith("alike.")
     lean = trial("FSDP", compiled=estimate(time_s=0.02))
-    worded = lean.candidate.with_constraints(Constraints.ALL)
+    worded = lean.candidate.worded(Wording.ALL)
     reworded = dataclasses.replace(best, candidate=worded)
     told = explain(planned(searched, [reworded, lean, rival]))
     assert "replicated 30.0 ms" in told, "the same layout in other words is no rival"

@@ -75,8 +75,8 @@ class Compiling:
                 continue
             self.count += 1
             key = self.key(row)
-            found = ledger.journal.find(key)
-            if isinstance(found, (Estimate, Failure)) and not self._may_take_longer(found):
+            found = self._recorded(key)
+            if found is not None:
                 row.compiled = found
                 continue
             if self._executor is None and ledger.journal.attempts(key) > 1:
@@ -129,6 +129,16 @@ class Compiling:
             device=target.device_kind,
             compiler="" if target.is_here else compiler_version(target.lowering_platform),
         )
+
+    def known(self, row: Row) -> bool:
+        """Whether the journal says what the compiler makes of a row."""
+        return self._recorded(self.key(row)) is not None
+
+    def _recorded(self, key: str) -> Estimate | Failure | None:
+        found = self._ledger.journal.find(key)
+        if isinstance(found, (Estimate, Failure)) and not self._may_take_longer(found):
+            return found
+        return None
 
     def _may_take_longer(self, found: Estimate | Failure) -> bool:
         """Whether a recorded timeout ran under a shorter limit than today's."""

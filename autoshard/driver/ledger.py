@@ -42,7 +42,7 @@ class Row:
 
     Attributes:
       subject: index of its subject.
-      program: equal for rows that put the same shardings everywhere.
+      program: equal for rows that put the same shardings everywhere, in the same words.
       module: the lowered program, once it was needed.
     """
 
@@ -156,7 +156,7 @@ class Ledger:
         return self.subject_of(row).space.specs(row.candidate.layout)
 
     def module_of(self, row: Row) -> Module | Failure:
-        """The program of a row, lowered once."""
+        """The program of a row, lowered once; after a failure, every time."""
         if row.module is None:
             subject = self.subject_of(row)
             start = time.perf_counter()

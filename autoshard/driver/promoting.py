@@ -1,10 +1,11 @@
 """Which rows of a search go on to the next rung."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from autoshard import promote
 from autoshard.driver.ledger import Ledger, Row
-from autoshard.layout import Constraints
+from autoshard.layout import Wording
+from autoshard.module import Module
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
 
 
@@ -59,31 +60,38 @@ def promoted(ledger: Ledger, count: int, taken: Sequence[int]) -> list[int]:
     return [e.index for e in chosen]
 
 
-def reworded(ledger: Ledger, count: int) -> list[int]:
-    """New rows, at most `count`: the fastest that fits, put into the program by other constraints.
+def reworded(ledger: Ledger, known: Callable[[Row], bool]) -> Iterator[int]:
+    """New rows, one by one: the fastest that fits, put into the program by other constraints.
 
-    The partition is the same, the compiler's choices after it are not.
+    The partition is the same, the compiler's choices after it are not. A wording that comes to a
+    program which another one has is passed over.
+
+    Args:
+      known: whether the journal says what the compiler makes of a row; then it is not lowered.
     """
     best = min(ledger.fitting(range(len(ledger.rows))), key=ledger.estimated_s, default=None)
     if best is None or not ledger.specs_of(ledger.rows[best]).sites:
-        return []
+        return
     row = ledger.rows[best]
-    programs = [ledger.module_of(row)]
-    found: list[int] = []
-    for constraints in (Constraints.ALL, Constraints.LEAST)[:count]:
+    programs: list[Module | Failure] = []
+    for wording in (Wording.ALL, Wording.LEAST):
+        if ledger.late(1.0):
+            return
         other = Row(
             subject=row.subject,
-            candidate=row.candidate.with_constraints(constraints),
+            candidate=row.candidate.worded(wording),
             baseline=row.baseline,
-            program=(row.program, constraints),
+            program=(row.program, wording),
             propagated=row.propagated,
         )
-        program = ledger.module_of(other)
-        if program not in programs:
+        if not known(other):
+            programs = programs or [ledger.module_of(row)]
+            program = ledger.module_of(other)
+            if program in programs or isinstance(program, Failure):
+                continue
             programs.append(program)
-            found.append(len(ledger.rows))
-            ledger.rows.append(other)
-    return found
+        ledger.rows.append(other)
+        yield len(ledger.rows) - 1
 
 
 def smallest(ledger: Ledger) -> int | None:
@@ -129,7 +137,9 @@ def _pairs(ledger: Ledger) -> list[tuple[Estimate, Estimate]]:
     return [
         (row.propagated, row.compiled)
         for row in ledger.rows
-        if isinstance(row.propagated, Estimate) and isinstance(row.compiled, Estimate)
+        if isinstance(row.propagated, Estimate)
+        and isinstance(row.compiled, Estimate)
+        and row.candidate.layout.wording is Wording.LEAN  # else rung 1 judged it in other words
     ]
 
 

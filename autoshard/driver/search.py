@@ -23,6 +23,7 @@ from autoshard.driver.promoting import (
 )
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal
+from autoshard.layout import Wording
 from autoshard.strategy import Strategy
 from autoshard.target import Target
 from autoshard.trial import Failure, Kind, Stage, Trial
@@ -37,6 +38,10 @@ FIRST_WAVE_ROUNDS = 6
 _DEFENDERS = 3
 
 _REWORDED = 2
+"""Compilations that ask for the best layout in other words, of at least three times as many."""
+
+_WORTH = 1e-4
+"""By how much other words must be faster than the usual ones to be preferred."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +151,11 @@ def _climb(
         with ledger.timed("compile"):
             second = promoted(ledger, max(0, budget.compiles - spared - compiling.count), first)
             compiling.compile(second, 1.0)
-            compiling.compile(reworded(ledger, min(spared, budget.compiles - compiling.count)), 1.0)
+            for row in reworded(ledger, compiling.known) if spared else ():
+                compiling.begin([row], 1.0)
+            compiling.finish()
+            rest = promoted(ledger, max(0, budget.compiles - compiling.count), first)
+            compiling.compile(rest, 1.0)
         return
     with opened_bench(ledger) as bench:
         with ledger.timed("profile"):
@@ -190,4 +199,9 @@ def _ranked_by_estimate(ledger: Ledger, compiling: Compiling) -> list[int]:
     if not fitting() and (least := smallest(ledger)) is not None:
         with ledger.timed("compile"):
             compiling.compile([least], float("inf"))
-    return sorted(fitting(), key=lambda i: (ledger.estimated_s(i), i))
+
+    def order(i: int) -> tuple[float, int]:
+        usual = ledger.rows[i].candidate.layout.wording is Wording.LEAN
+        return ledger.estimated_s(i) * (1.0 if usual else 1.0 + _WORTH), i
+
+    return sorted(fitting(), key=order)

@@ -76,7 +76,7 @@ def describe(plan: "Plan") -> str:
         lines.append(f"The partitioner warned of {len(warned)} bad reshards, first: {warned[0]}")
     lines += [f"Note: {note}" for note in evidence.notes]
     counts = [
-        f"{len(evidence.trials)} candidates",
+        f"{evidence.candidates} candidates",
         f"{sum(t.was_compiled for t in evidence.trials)} compiled",
         f"{sum(t.profiled is not None for t in evidence.trials)} measured",
     ]

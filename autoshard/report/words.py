@@ -1,6 +1,6 @@
 """Numbers and layouts in words."""
 
-from autoshard.layout import Constraints, Layout
+from autoshard.layout import Layout, Wording
 
 
 def seconds(value: float | None) -> str:
@@ -45,8 +45,8 @@ def rules_in_words(layout: Layout) -> str:
         parts.append("store " + ", ".join(whole) + " whole")
     if layout.small_whole:
         parts.append("small arrays as computed")
-    if layout.constraints is not Constraints.LEAN:
-        parts.append(f"constraints: {layout.constraints}")
+    if layout.wording is not Wording.LEAN:
+        parts.append(f"wording: {layout.wording}")
     parts += [f"occurrence {o} of {g}" for g, o in layout.occurrences]
     return "; ".join(parts) or "everything replicated"
 

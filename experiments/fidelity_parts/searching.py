@@ -70,7 +70,7 @@ def figures_of(plan: Plan) -> dict[str, Any]:
         "plan_is": trial.baseline if trial else "",
         "axes": [[name, size] for name, size, _ in evidence.axes],
         "memory_limit_bytes": evidence.memory_limit_bytes,
-        "candidates": len(evidence.trials),
+        "candidates": evidence.candidates,
         "compiles": sum(t.was_compiled for t in evidence.trials),
         "profiles": sum(t.profiled is not None for t in evidence.trials),
         "failures": sorted({_in_words(t.failure) for t in evidence.trials if t.failure}),

@@ -1,35 +1,127 @@
-"""Where nothing is measured, the best is compiled again with other constraints; the faster wins."""
+"""Where nothing is measured, the best is compiled again in other words; the faster wins."""
+
+import dataclasses
+import types
+
+import pytest
 
 import autoshard
-from autoshard.layout import Constraints
+from autoshard.driver import promoting, search
+from autoshard.driver.promoting import reworded
+from autoshard.layout import Wording
+from autoshard.trial import Failure, Kind, Stage
+from tests.driver.test_promoting import row
+from tests.workloads import mlp
+
+SIX = autoshard.Budget(candidates=24, compiles=6, profiles=0)
 
 
-def constraints_of(trial):
-    return trial.candidate.layout.constraints
+def wording_of(trial):
+    return trial.candidate.layout.wording
 
 
-def test_the_best_is_asked_for_in_other_words_within_the_budget(quick):
-    plan = quick(budget=autoshard.Budget(candidates=24, compiles=6, profiles=0))
+def test_the_best_is_asked_for_in_other_words_within_the_budget(quick, tmp_path):
+    journal = tmp_path / "journal.jsonl"
+    plan = quick(budget=SIX, journal=journal)
     trials = plan.evidence.trials
     compiled = [t for t in trials if t.was_compiled]
-    assert len(compiled) <= 6
-    again = [t for t in compiled if constraints_of(t) is not Constraints.LEAN]
-    assert {constraints_of(t) for t in again} <= {Constraints.ALL, Constraints.LEAST}
-    assert again, "no other words were tried"
-    lean = [t for t in compiled if constraints_of(t) is Constraints.LEAN]
-    best = min(lean, key=lambda t: t.compiled.time_s)
-    assert {t.candidate.with_constraints(Constraints.LEAN).key for t in again} == {
-        best.candidate.key
-    }
+    assert len(compiled) == 6
+    lean = [t for t in compiled if wording_of(t) is Wording.LEAN]
+    again = [t for t in compiled if wording_of(t) is not Wording.LEAN]
+    assert sorted(wording_of(t) for t in again) == [Wording.ALL, Wording.LEAST]
+    best = min(lean[:4], key=lambda t: t.compiled.time_s)
+    assert {t.candidate.worded(Wording.LEAN) for t in again} == {best.candidate}
     assert all(t.propagated == best.propagated for t in again)
-    assert plan.trial.compiled.time_s == min(t.compiled.time_s for t in compiled)
+    fastest = min(t.compiled.time_s for t in compiled)
+    assert plan.trial.compiled.time_s <= fastest * 1.0001
+    assert plan.evidence.candidates == len(trials) - len(again)
+    resumed = quick(budget=SIX, journal=journal)
+    assert [t.candidate for t in resumed.evidence.trials] == [t.candidate for t in trials]
 
 
-def test_two_compilations_are_for_two_layouts(quick):
-    plan = quick(budget=autoshard.Budget(candidates=24, compiles=2, profiles=0))
-    assert {constraints_of(t) for t in plan.evidence.trials} == {Constraints.LEAN}
+def test_fewer_compilations_are_for_layouts(quick):
+    plan = quick(budget=dataclasses.replace(SIX, compiles=5))
+    assert {wording_of(t) for t in plan.evidence.trials} == {Wording.LEAN}
 
 
 def test_what_is_measured_is_not_reworded(quick):
-    plan = quick(budget=autoshard.Budget(candidates=12, compiles=4, profiles=3, rounds=2))
-    assert {constraints_of(t) for t in plan.evidence.trials} == {Constraints.LEAN}
+    plan = quick(budget=dataclasses.replace(SIX, profiles=3, rounds=2))
+    assert {wording_of(t) for t in plan.evidence.trials} == {Wording.LEAN}
+
+
+def test_what_other_words_do_not_need_goes_to_further_layouts(quick, monkeypatch):
+    monkeypatch.setattr(search, "reworded", lambda ledger, known: iter(()))
+    plan = quick(budget=SIX)
+    assert sum(t.was_compiled for t in plan.evidence.trials) == 6
+
+
+@pytest.mark.parametrize("wording", [Wording.ALL, Wording.LEAST])
+def test_a_plan_in_other_words_is_saved_and_loaded(quick, monkeypatch, tmp_path, wording):
+    monkeypatch.setattr(search, "_WORTH", -0.9)  # other words win
+    names = types.SimpleNamespace(ALL=wording, LEAST=wording, LEAN=Wording.LEAN)
+    monkeypatch.setattr(promoting, "Wording", names)
+    plan = quick(budget=SIX)
+    assert plan.layout.wording is wording
+    plan.save(str(tmp_path / "plan.json"))
+    loaded = autoshard.load_plan(str(tmp_path / "plan.json"), mlp, plan.mesh)
+    assert loaded.layout == plan.layout
+    assert loaded.lower().digest == plan.lower().digest
+
+
+class OneRow:
+    """As much of a ledger as `reworded` asks for: one row that fits, and what its programs are."""
+
+    def __init__(self, row, programs, late=(False, False, False)):
+        self.rows = [row]
+        self._programs = programs
+        self._late = iter(late)
+        self.lowered = []
+
+    def fitting(self, indices):
+        return [0]
+
+    def estimated_s(self, index):
+        return 1.0
+
+    def specs_of(self, row):
+        return types.SimpleNamespace(sites={0: ()})
+
+    def late(self, share):
+        return next(self._late)
+
+    def module_of(self, row):
+        self.lowered.append(row.candidate.layout.wording)
+        return self._programs[row.candidate.layout.wording]
+
+
+FAILED = Failure(stage=Stage.COMPILE, kind=Kind.UNSUPPORTED, message="cannot be lowered")
+
+
+@pytest.mark.parametrize(
+    ("programs", "expected"),
+    [
+        ("a b c", [Wording.ALL, Wording.LEAST]),
+        ("a a c", [Wording.LEAST]),
+        ("a b b", [Wording.ALL]),
+        ("a a a", []),
+        (("a", FAILED, "c"), [Wording.LEAST]),
+    ],
+)
+def test_programs_that_are_equal_or_cannot_be_lowered_are_passed_over(programs, expected):
+    programs = programs.split() if isinstance(programs, str) else programs
+    words = dict(zip((Wording.LEAN, Wording.ALL, Wording.LEAST), programs, strict=True))
+    ledger = OneRow(row(0, baseline="FSDP"), words)
+    found = list(reworded(ledger, lambda row: False))
+    assert [ledger.rows[i].candidate.layout.wording for i in found] == expected
+    assert len(ledger.rows) == 1 + len(expected)
+
+
+def test_when_the_time_is_up_nothing_is_lowered():
+    ledger = OneRow(row(0, baseline="FSDP"), {}, late=(True,))
+    assert not list(reworded(ledger, lambda row: False)) and len(ledger.rows) == 1
+
+
+def test_what_the_journal_knows_is_not_lowered():
+    ledger = OneRow(row(0, baseline="FSDP"), {})
+    assert list(reworded(ledger, lambda row: True)) == [1, 2]
+    assert ledger.lowered == []
