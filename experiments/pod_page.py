@@ -3,7 +3,7 @@
 Question: for every model and target, how does the plan compare with each layout that people write
   by hand, what did the search cost, and how well does rung 1 agree with rung 2?
 Command: python -m experiments.pod_page
-Cost: none; it reads results/plan_pod and results/rung_agreement.
+Cost: none; it reads results/plan_pod, results/rung_agreement and results/search_growth.
 Expected: the tables of docs/pods.md anew; what misses a goal is red.
 """
 
@@ -31,7 +31,13 @@ def all_tables(results: pathlib.Path) -> list[Table]:
     """Every table, of what stands in the folder of the results."""
     plans = _read(results / "plan_pod")
     shown = [by_hand(p) for p in plans if "by_hand" in p]
-    return [summary(plans), *shown, agreement(_read(results / "rung_agreement"))]
+    grown = [(part, results / "search_growth" / f"{part}.json") for part in ("devices", "layers")]
+    return [
+        summary(plans),
+        *shown,
+        agreement(_read(results / "rung_agreement")),
+        *(growth(part, json.loads(path.read_text())) for part, path in grown if path.exists()),
+    ]
 
 
 def _read(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -106,6 +112,24 @@ def by_hand(plan: Mapping[str, Any]) -> Table:
                 Cell(row["verdict"], row["verdict"] == "missed"),
             )
             for row in plan.get("by_hand", [])
+        ),
+    )
+
+
+def growth(part: str, figures: Mapping[str, Any]) -> Table:
+    """CPU seconds of rung 1 for each number of devices or layers."""
+    return Table(
+        title=f"How rung 1's cost grows with {part}",
+        heads=(part, "analysis", "within 2 %, analysis included", "a layout", "layouts"),
+        rows=tuple(
+            (
+                Cell(str(run[part])),
+                Cell(f"{run['ready_s']:.1f} s"),
+                Cell(f"{run['within_s']:.1f} s"),
+                Cell(f"{run['total_s'] / run['judged']:.2f} s"),
+                Cell(str(run["judged"])),
+            )
+            for run in figures["runs"]
         ),
     )
 
