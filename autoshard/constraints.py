@@ -110,11 +110,11 @@ class _Asked:
         except (RuntimeError, ValueError):  # with fewer constraints the partitioner gives up
             return []
 
+        def alike(one: partitioner.Communication) -> tuple[object, ...]:
+            return one.kind, one.axes, one.before, one.after, trips.get(one.block, 1.0), one.sliced
+
         def sent(judged: partitioner.Judged) -> Counter[tuple[object, ...]]:
-            return Counter(
-                (kind, axes, before, after, trips.get(block, 1.0), sliced)
-                for kind, axes, before, after, block, _, sliced, _ in judged.communication
-            )
+            return Counter(alike(one) for one in judged.communication)
 
         here, there = sent(one), sent(other)
         changed = (here - there) + (there - here)
@@ -124,7 +124,5 @@ class _Asked:
         places = [t for t in one.shards if one.shards[t] != other.shards.get(t)]
         places += [t for t in one.contracted if one.contracted[t] != other.contracted.get(t)]
         for judged in (one, other):
-            for kind, axes, before, after, block, tag, sliced, _ in judged.communication:
-                if (kind, axes, before, after, trips.get(block, 1.0), sliced) in changed:
-                    places.append(tag)
+            places += [one.tag for one in judged.communication if alike(one) in changed]
         return None if not places and same_ends else sorted(places)

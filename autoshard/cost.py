@@ -23,7 +23,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 8
+MODEL_REVISION = 9
 """Part of every journal key.
 
 Raise it when a change here, to sites, or to which constraints `constraints.told` keeps changes
@@ -75,6 +75,8 @@ class Constants:
         sliced along the same axes; else the whole is reduced and then cut.
       links: measured collectives; () where the network says what they cost.
       date: ISO date of the calibration; "" for the catalogue's figures.
+      gathers_by_dimension: an array that is divided along several dimensions is gathered along one
+        after another, the last first; else along all of them at once.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
@@ -92,6 +94,7 @@ class Constants:
     links: tuple[LinkCost, ...]
     date: str
     contract_by_dtype: tuple[tuple[str, float], ...] = ()
+    gathers_by_dimension: bool = True
     fresh_s_per_byte: float = 0.0
     clock_hz: float = 0.0
     source: str = ""

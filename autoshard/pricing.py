@@ -34,6 +34,7 @@ def catalogued(topology: Topology) -> Constants:
         launch_s=chip.launch_s.value,
         shared=False,
         forms_reduce_scatter=True,
+        gathers_by_dimension=topology.chip.platform != "tpu",
         links=(),
         date="",
         clock_hz=chip.clock_hz.value if chip.clock_hz else 0.0,

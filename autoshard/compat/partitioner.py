@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
 
@@ -40,7 +40,30 @@ def propagate(operation: Operation) -> None:
     run_passes(operation, _PROPAGATE)
 
 
-Communication = tuple[str, tuple[str, ...], float, float, int, int, tuple[str, ...], str]
+class Communication(NamedTuple):
+    """One collective as the partitioner puts it.
+
+    Attributes:
+      kind: the operation's name without its dialect, such as "all_gather".
+      axes: mesh axes that it runs over.
+      before, after: local bytes that go in and come out.
+      block: a tag of the block it stands in.
+      tag: of the operation before it.
+      sliced: mesh axes that an all-reduce's result is divided by right after it along one
+        dimension; () where it is along several, of which no compiler makes a reduce-scatter.
+      gathered: the mesh axes gathered along each dimension that has some, in order of dimensions.
+      location: of the operation.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    before: float
+    after: float
+    block: int
+    tag: int
+    sliced: tuple[str, ...]
+    gathered: tuple[tuple[str, ...], ...]
+    location: str
 
 
 class Judged:
@@ -51,8 +74,7 @@ class Judged:
       contracted: tag of a product or reduction -> mesh axes that divide its work.
       operands: tag of the same -> for each operand the mesh axes that divide what is read, which is
         less than what was made where the partitioner gathers in between.
-      communication: (operation, mesh axes, local bytes in, local bytes out, a tag of its block, tag
-        of the operation before it, axes sliced right after it, location).
+      communication: every collective, in the order of the program.
       argument_axes: mesh axes of each argument of main.
       argument_dims, result_dims: mesh axes of each dimension of the arguments and results of main.
     """
@@ -93,6 +115,7 @@ def _before_cast(value: Value) -> Value:
 
 
 _AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')
+_DIMENSION = re.compile(r"\{([^{}]*)\}")
 _CONTRACTING = frozenset({"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.reduce"})
 
 
@@ -220,14 +243,17 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                     continue
                 before = of_value.get(op.operands[0], empty)
                 sliced: tuple[str, ...] = ()
+                along: tuple[tuple[str, ...], ...] = ()
                 if name == "sdy.all_reduce":
                     involved = tuple(dict.fromkeys(_AXIS.findall(str(held["reduction_axes"]))))
                     users = list(result.uses)
                     if len(users) == 1 and users[0].owner.name == "sdy.all_slice":
-                        after = axes_of(users[0].owner.attributes["out_sharding"])[0]
-                        sliced = tuple(sorted(after - out))
+                        cut = users[0].owner.attributes
+                        if len(_along(cut["slicing_axes"])) == 1:
+                            sliced = tuple(sorted(axes_of(cut["out_sharding"])[0] - out))
                 elif name == "sdy.all_gather":
-                    involved = tuple(dict.fromkeys(_AXIS.findall(str(held["gathering_axes"]))))
+                    along = _along(held["gathering_axes"])
+                    involved = tuple(dict.fromkeys(a for axes in along for a in axes))
                 elif name == "sdy.all_to_all":
                     involved = tuple(dict.fromkeys(_AXIS.findall(str(held["params"]))))
                 else:
@@ -239,15 +265,16 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                     gathered.add(same)
                 sent = op.operands[0] if name == "sdy.all_reduce" else _before_cast(op.operands[0])
                 judged.communication.append(
-                    (
-                        name.removeprefix("sdy."),
-                        tuple(a.strip('"') if ":" not in a else a for a in involved),
-                        bytes_of(sent, before),
-                        bytes_of(sent, out),
-                        own_tag,
-                        last_tag,
-                        sliced,
-                        str(op.location)[:200],
+                    Communication(
+                        kind=name.removeprefix("sdy."),
+                        axes=_bare(involved),
+                        before=bytes_of(sent, before),
+                        after=bytes_of(sent, out),
+                        block=own_tag,
+                        tag=last_tag,
+                        sliced=sliced,
+                        gathered=tuple(map(_bare, along)),
+                        location=str(op.location)[:200],
                     )
                 )
                 if name == "sdy.all_reduce" and _used_once(result):
@@ -258,6 +285,17 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
     return judged
 
 
+def _along(attribute: Attribute) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each dimension that has some, of `gathering_axes` or `slicing_axes`."""
+    found = (tuple(_AXIS.findall(dim)) for dim in _DIMENSION.findall(str(attribute)))
+    return tuple(axes for axes in found if axes)
+
+
+def _bare(axes: Sequence[str]) -> tuple[str, ...]:
+    """Mesh axes without quotes; parts of them as they are."""
+    return tuple(a.strip('"') if ":" not in a else a for a in axes)
+
+
 def _used_once(value: Value) -> bool:
     return len(list(itertools.islice(value.uses, 2))) == 1
 
@@ -265,4 +303,4 @@ def _used_once(value: Value) -> bool:
 def _alike(one: Communication, other: Communication) -> bool:
     """Whether two sums over devices run over the same ones and are cut alike afterwards: XLA adds
     first, and sends once (its passes all-reduce-reassociate and reduce-scatter-reassociate)."""
-    return (one[1], one[4], one[6]) == (other[1], other[4], other[6])
+    return (one.axes, one.block, one.sliced) == (other.axes, other.block, other.sliced)

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.analysis import Analysis
 from autoshard.compat import partitioner, shardings
-from autoshard.cost import CostModel
+from autoshard.cost import Constants, CostModel
 from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
@@ -85,8 +85,7 @@ class Propagator:
                 if tag in kernels.tags
             }
             regathered = self._regathered(judged, sizes, divided)
-            forms = cost.constants.forms_reduce_scatter
-            collectives, spikes = self._communication(judged, sizes, forms)
+            collectives, spikes = self._communication(judged, sizes, cost.constants)
         local = kernels.value_bytes / divided
         ways_of_kernel = divided[kernels.kernel_value].copy()
         for k, value in enumerate(kernels.kernel_value):
@@ -142,30 +141,50 @@ class Propagator:
         return found
 
     def _communication(
-        self, judged: partitioner.Judged, sizes: dict[str, int], forms: bool
+        self, judged: partitioner.Judged, sizes: dict[str, int], constants: Constants
     ) -> tuple[list[Collective], list[tuple[int, float]]]:
         """What is sent, and the buffers that receive it as (position, bytes)."""
         kernels = self._analysis.kernels
         collectives = []
         spikes = []
-        for kind, axes, before, after, block, tag, sliced, location in judged.communication:
-            trips = kernels.trips.get(block, 1.0)
-            if kind == "all_reduce" and forms and sliced and set(sliced) == set(axes):
+        for one in judged.communication:
+            kind = one.kind
+            if (
+                kind == "all_reduce"
+                and constants.forms_reduce_scatter
+                and one.sliced
+                and set(one.sliced) == set(one.axes)
+            ):
                 kind = "reduce_scatter"
-            found = _SOURCE.search(location)
-            collectives.append(
-                Collective(
-                    kind=kind if kind != "sharded_to_unreduced" else "all_gather",
-                    group_size=int(math.prod(shardings.axis_size(a, sizes) for a in axes)),
-                    mesh_axes=axes,
-                    bytes=int(max(before, after)),
-                    count=int(trips),
-                    source=f"{found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}" if found else "",
+            found = _SOURCE.search(one.location)
+            for axes, bytes_ in _sent(one, sizes, constants.gathers_by_dimension):
+                collectives.append(
+                    Collective(
+                        kind=kind if kind != "sharded_to_unreduced" else "all_gather",
+                        group_size=int(math.prod(shardings.axis_size(a, sizes) for a in axes)),
+                        mesh_axes=axes,
+                        bytes=int(bytes_),
+                        count=int(kernels.trips.get(one.block, 1.0)),
+                        source=f"{found[1].rsplit('/', 1)[-1]}:{found[2]}" if found else "",
+                    )
                 )
-            )
-            if kind != "all_gather" or _SITE not in location:  # else the constraint's value is it
-                spikes.append((kernels.positions.get(tag, 0), after))
+            if kind != "all_gather" or _SITE not in one.location:  # else the constraint's value
+                spikes.append((kernels.positions.get(one.tag, 0), one.after))
         return collectives, spikes
+
+
+def _sent(
+    one: partitioner.Communication, sizes: dict[str, int], by_dimension: bool
+) -> list[tuple[tuple[str, ...], float]]:
+    """Mesh axes and payload of each collective that a compiler makes of one."""
+    if not by_dimension or len(one.gathered) < 2:
+        return [(one.axes, max(one.before, one.after))]
+    found = []
+    bytes_ = one.before
+    for axes in reversed(one.gathered):
+        bytes_ *= math.prod(shardings.axis_size(a, sizes) for a in axes)
+        found.append((axes, bytes_))
+    return found
 
 
 def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[tuple[int, float]]) -> float:

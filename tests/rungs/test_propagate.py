@@ -1,5 +1,6 @@
 """Rung 1: what the partitioner makes of a layout, and that no step ends it."""
 
+import dataclasses
 import random
 import re
 
@@ -8,13 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import lowering
+from autoshard.cost import CostModel
 from autoshard.layout import Layout, rules
 from autoshard.rungs.propagate import Propagator
 from autoshard.strategy import baselines
 from autoshard.trial import Estimate, Failure, Kind
 from autoshard.workload import Workload
 from tests import programs
-from tests.analysed import COST, analyse, baseline, judge, propagator, subject, target
+from tests.analysed import CONSTANTS, COST, analyse, baseline, judge, propagator, subject, target
 from tests.programs import BATCH, EMBED, LAYERS, MLP, shaped, train
 
 
@@ -140,6 +142,54 @@ def test_a_parameter_is_gathered_once_an_iteration() -> None:
         if c.kind == "all_gather" and c.bytes == EMBED * MLP * 4
     ]
     assert sum(gathers) == 2 * 2 * LAYERS  # up and down, forward and backward
+
+
+def divided_along_two_dimensions():
+    """A matrix at rest in 2 x 4 parts, whole where a batch over all devices meets it."""
+
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(x @ params) ** 2)
+
+    of = analyse(train(loss, lambda: jnp.zeros((64, 128)), shaped(BATCH, 64)))
+    rows, columns = (
+        next(a.name for a in of.space.axes.axes if a.size == size) for size in (64, 128)
+    )
+    mesh = (("x", 2), ("y", 4))
+    at_rest = {rows: ("x",), columns: ("y",)}
+    return of, of.space.layout(mesh, {"batch": ("x", "y")}, at_rest)
+
+
+@pytest.mark.parametrize(
+    ("by_dimension", "expected"),
+    [(True, [(("y",), 4), (("x",), 8)]), (False, [(("x", "y"), 8)])],
+)
+def test_what_lies_in_parts_of_two_dimensions_is_gathered_as_the_compiler_does(
+    by_dimension, expected
+) -> None:
+    of, layout = divided_along_two_dimensions()
+    cost = CostModel(dataclasses.replace(CONSTANTS, gathers_by_dimension=by_dimension))
+    estimate = propagator(of.analysis).judge(of.space, layout, cost)
+    part = 64 * 128 * 4 // 8
+    gathers = [
+        (c.mesh_axes, c.bytes)
+        for c in estimate.collectives
+        if c.kind == "all_gather" and c.bytes > part  # the batch is less
+    ]
+    assert gathers == [(axes, parts * part) for axes, parts in expected]
+
+
+def test_a_sum_that_is_cut_along_two_dimensions_is_no_reduce_scatter() -> None:
+    of = subject("scanned_gpt")
+    fsdp = baseline(of.space, "FSDP")
+    assert "reduce_scatter" in judge(of, fsdp).bytes_by_kind()
+    ((embed, _),) = fsdp.storage
+    hidden = next(a.name for a in of.space.axes.axes if a.size == MLP)
+    both = of.space.layout(
+        (("x", 2), ("y", 4)), {"batch": ("x", "y")}, {embed: ("x",), hidden: ("y",)}
+    )
+    kinds = judge(of, both).bytes_by_kind()
+    assert "reduce_scatter" not in kinds
+    assert kinds["all_reduce"] > 2 * LAYERS * EMBED * MLP * 4
 
 
 def test_a_product_reads_what_was_gathered_for_it() -> None:
