@@ -31,16 +31,18 @@ def told(analysis: Analysis, specs: Specs) -> Specs:
     if not specs.mesh or not specs.sites or specs.wording is Wording.ALL:
         return specs
     asked = _Asked(analysis, specs)
+    usual = [
+        s.index
+        for s in analysis.sites.sites
+        if s.index in specs.sites and (s.storage or s.place is Place.USE)
+    ]
     if specs.wording is Wording.LEAN:
-        found = asked.enough(
-            s.index
-            for s in analysis.sites.sites
-            if s.index in specs.sites and (s.storage or s.place is Place.USE)
-        )
-    else:
-        found = asked.enough(())
-        found = asked.fewest(found) if found else found
-    return specs if found is None else asked.only(found)
+        found = asked.enough(usual)
+        return specs if found is None else asked.only(found)
+    found = asked.enough(())
+    if found is None:
+        found = asked.enough(usual)
+    return asked.only(asked.fewest(specs.sites if found is None else found))
 
 
 class _Asked:
