@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants, LinkCost
+from autoshard.cost import FRESH_FROM_BYTES, GATHERS_AT_ONCE, KINDS, Constants, LinkCost
 from autoshard.target import Target
 
 REVISION = 5
@@ -104,6 +104,7 @@ def calibrate(target: Target) -> Constants:
         element_flops_per_s=work * 7.0 * (width // 4) / above("elements"),
         bandwidth_bytes_per_s=work * 8.0 * width / above("copy"),
         launch_s=above("kernels") / (2 * _TINY * work),
+        gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),

@@ -33,6 +33,12 @@ estimates.
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
 """Types of 8 and 4 bits: f8E4M3FN (MLIR), f8e4m3fn (HLO), i8, ui8, s8, u4."""
 
+GATHERS_AT_ONCE = frozenset({"tpu"})
+"""Platforms whose compiler gathers along several dimensions at once: seen with libtpu 0.0.42.
+
+Not so XLA:CPU (jax 0.10.2 and 0.12.0.1) and XLA:GPU (jax 0.10.2).
+"""
+
 FRESH_FROM_BYTES = 32 << 20
 """From which size on glibc's malloc maps a block anew each time, and gives it back when freed.
 

@@ -35,6 +35,7 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     assert 1e8 < constants.bandwidth_bytes_per_s < 1e13
     assert 0 < constants.launch_s < 1e-2
     assert 0 <= constants.fresh_s_per_byte < 1e-7
+    assert constants.gathers_by_dimension
     assert {(x.kind, x.group_size) for x in constants.links} == {
         (k, n) for k in KINDS for n in (2, 8)
     }

@@ -50,7 +50,7 @@ class Communication(NamedTuple):
       block: a tag of the block it stands in.
       tag: of the operation before it.
       sliced: mesh axes that an all-reduce's result is divided by right after it along one
-        dimension; () where it is along several, of which no compiler makes a reduce-scatter.
+        dimension; () where it is along several, of which compilers seldom make a reduce-scatter.
       gathered: the mesh axes gathered along each dimension that has some, in order of dimensions.
       location: of the operation.
     """

@@ -151,8 +151,8 @@ def _climb(
         with ledger.timed("compile"):
             second = promoted(ledger, max(0, budget.compiles - spared - compiling.count), first)
             compiling.compile(second, 1.0)
-            for row in reworded(ledger, compiling.known) if spared else ():
-                compiling.begin([row], 1.0)
+            for index in reworded(ledger, compiling.known) if spared else ():
+                compiling.begin([index], 1.0)
             compiling.finish()
             rest = promoted(ledger, max(0, budget.compiles - compiling.count), first)
             compiling.compile(rest, 1.0)
