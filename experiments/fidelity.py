@@ -17,7 +17,9 @@ made anew. Stop it at will: what is there is not run again, and journals under r
 interrupted search, and the compiles of an interrupted sample, go on. `search` has the default
 budget of `autoshard.search` and saves its plan; `sample` draws, compiles and measures programs and
 pairs the plan with the best of them anew; `hand` pairs the plan with hand-written layouts; `report`
-prints, and writes summary.json, the plots and the page, always over all cases.
+prints, and writes summary.json, the plots and the page, always over all cases. After a change to
+the model of cost, `predict` asks both rungs anew for the programs of samples that are there; their
+measured times stay.
 """
 
 import pathlib
@@ -32,7 +34,7 @@ from experiments.fidelity_parts.store import PARTS, Store, Task
 MESHES = (4, 8)
 """Numbers of fake devices that the report is over."""
 
-_PART = flags.DEFINE_enum("part", "all", ["all", *PARTS, "report"], "What to run.")
+_PART = flags.DEFINE_enum("part", "all", ["all", *PARTS, "predict", "report"], "What to run.")
 _CASE = flags.DEFINE_list("case", [], "Cases; all of the zoo where none is named.")
 _DEVICES = flags.DEFINE_list("devices", [str(n) for n in MESHES], "Numbers of fake CPU devices.")
 _SCALE = flags.DEFINE_enum("scale", "shrunk", ["small", "shrunk"], "small: to try the machinery.")
@@ -58,15 +60,20 @@ def main(argv: list[str]) -> None:
         return
     console = Console(width=None if sys.stdout.isatty() else 200)  # a file has room for the tables
     if _PART.value != "report":
-        lost = running.run_missing(
-            store,
-            cases,
-            devices,
-            PARTS if _PART.value == "all" else [_PART.value],
-            retry=_RETRY.value,
-            start=lambda task: running.in_process("experiments.fidelity", _flags(task), None),
-            tell=lambda text: console.print(text, highlight=False, markup=False),
-        )
+
+        def start(task: Task) -> str:
+            return running.in_process("experiments.fidelity", _flags(task), None)
+
+        def tell(text: str) -> None:
+            console.print(text, highlight=False, markup=False)
+
+        if _PART.value == "predict":
+            lost = running.predict_again(store, cases, devices, start=start, tell=tell)
+        else:
+            parts = PARTS if _PART.value == "all" else [_PART.value]
+            lost = running.run_missing(
+                store, cases, devices, parts, retry=_RETRY.value, start=start, tell=tell
+            )
         if lost:
             console.print(f"[red]{len(lost)} parts left no result; run the command again[/red]")
     if _PART.value in ("all", "report"):
@@ -102,7 +109,7 @@ def _run_here(task: Task, store: Store) -> None:
     jax.config.update("jax_num_cpu_devices", task.devices)
 
     import autoshard
-    from experiments.fidelity_parts import hand, measuring, sampling, searching
+    from experiments.fidelity_parts import hand, measuring, predicting, sampling, searching
     from experiments.progress import progress_bar, show_on
     from experiments.zoo.cases import case as case_of
 
@@ -134,6 +141,11 @@ def _run_here(task: Task, store: Store) -> None:
         show = show_on(progress)
         if task.part == "search":
             searching.run(
+                task, case, store, scale=scale, seed=seed, budget=budget, callbacks=(show,)
+            )
+            return
+        if task.part == "predict":
+            predicting.run(
                 task, case, store, scale=scale, seed=seed, budget=budget, callbacks=(show,)
             )
             return

@@ -207,6 +207,7 @@ def program_to_json(
         "baseline": row.baseline,
         "place": place,
         "candidate": row.candidate.to_json(),
+        "module": None if row.module is None else row.module.digest,
         "rung1": rung_to_json(row.propagated),
         "rung2": rung_to_json(row.compiled),
         "failure": None

@@ -42,6 +42,29 @@ def run_missing(
     return lost
 
 
+def predict_again(
+    store: Store,
+    cases: Sequence[str],
+    devices: Sequence[int],
+    *,
+    start: Callable[[Task], str],
+    tell: Callable[[str], None],
+) -> list[Task]:
+    """Starts the predict part of every sample that is there; returns those whose process failed."""
+    lost = []
+    for case in cases:
+        for count in devices:
+            if read(store.result(Task(part="sample", case=case, devices=count))) is None:
+                continue
+            task = Task(part="predict", case=case, devices=count)
+            tell(f"{time.strftime('%H:%M:%S')} {case} on {count} devices: predictions anew")
+            reason = start(task)
+            if reason:
+                lost.append(task)
+                tell(f"  no predictions: {reason}")
+    return lost
+
+
 def _stamp(path: pathlib.Path) -> int:
     """When a file was last written; 0 if it is not there."""
     return path.stat().st_mtime_ns if path.exists() else 0

@@ -182,17 +182,18 @@ class _Picks:
         for candidate in candidates:
             if candidate not in known:
                 known[candidate] = len(ledger.rows)
-                ledger.rows.append(_judged(ledger, candidate))
+                ledger.rows.append(judged(ledger, candidate))
         return [known[candidate] for candidate in candidates]
 
     def whole_space(self, most: int) -> bool:
         """Whether the ledger's rows are the whole space, in no more than so many programs."""
         (subject,) = self._ledger.subjects
-        judged = subject.space.size() <= self._ledger.budget.candidates
-        return judged and len({row.program for row in self._ledger.rows}) <= most
+        every = subject.space.size() <= self._ledger.budget.candidates
+        return every and len({row.program for row in self._ledger.rows}) <= most
 
 
-def _judged(ledger: Ledger, candidate: Candidate) -> Row:
+def judged(ledger: Ledger, candidate: Candidate) -> Row:
+    """A row for a candidate that no rung 1 of this ledger has met: judged now, not yet compiled."""
     (subject,) = ledger.subjects
     layout = candidate.layout
     specs = subject.space.specs(layout)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard.cost import MODEL_REVISION
 from autoshard.driver import compiling
 from autoshard.journal import Journal, opened
 from autoshard.trial import Failure, Kind, Stage
 from experiments.fidelity_parts import (
     hand,
     measuring,
+    predicting,
     report,
     running,
     sampling,
@@ -283,6 +285,46 @@ def test_a_case_goes_through_search_sample_and_report(
         sample = sampling.choose(ledger, measuring._finalists(kept, task), settings.size)
     again = [measuring.rung_to_json(ledger.rows[one.row].compiled) for one in sample.programs]
     assert again == [p["rung2"] for p in found["programs"]]
+    monkeypatch.undo()
+
+    # Another model of cost gives other predictions of the same programs; their times stay.
+    path = kept.result(task)
+    stale = json.loads(path.read_text())
+    for program in stale["programs"]:
+        program["rung1"] = program["rung2"] = {"time_s": 1.0}
+    store.write(path, stale)
+    task = dataclasses.replace(task, part="predict")
+    predicting.run(task, case, kept, **options)
+    anew = store.read(path)
+    assert anew is not None and anew["predicted"]["model_revision"] == MODEL_REVISION
+    for before, after in zip(found["programs"], anew["programs"], strict=True):
+        assert {k: v for k, v in after.items() if k[:4] != "rung"} == {
+            k: v for k, v in before.items() if k[:4] != "rung"
+        }
+        for rung in ("rung1", "rung2"):
+            assert after[rung]["time_s"] == pytest.approx(before[rung]["time_s"])
+            assert after[rung]["peak_memory_bytes"] == before[rung]["peak_memory_bytes"]
+
+    # A program that was never measured gets no prediction beside another one's time.
+    anew["programs"][0]["module"] = "0" * 64
+    store.write(path, anew)
+    with pytest.raises(predicting.OtherProgramsError, match=r"1 of .* delete .*sample\.json"):
+        predicting.run(task, case, kept, **options)
+    assert store.read(path) == anew
+
+
+def test_predictions_are_made_anew_where_there_is_a_sample(kept: Store) -> None:
+    store.write(kept.result(Task(part="sample", case="b", devices=8)), {"failed": ""})
+    told: list[str] = []
+    started: list[Task] = []
+
+    def start(task: Task) -> str:
+        started.append(task)
+        return "its process ended with code 1"
+
+    lost = running.predict_again(kept, ["a", "b"], [4, 8], start=start, tell=told.append)
+    assert lost == started == [Task(part="predict", case="b", devices=8)]
+    assert any("code 1" in text for text in told)
 
 
 def test_half_a_search_is_no_result(kept: Store, calibration: pathlib.Path) -> None:
