@@ -17,6 +17,20 @@ def uniform(space: Space, rng: random.Random) -> Candidate | None:
     return space.sample(rng)
 
 
+def fastest(ledger: Ledger, count: int) -> list[int]:
+    """Rows of the `count` programs that rung 1 says are fastest, of those that it says fit.
+
+    Not what a search compiles: that leaves out what rung 1 cannot tell from a chosen one, and those
+    are the pairs that a rank correlation is about.
+    """
+    best: dict[object, tuple[float, int]] = {}
+    for i, row in enumerate(ledger.rows):
+        said = row.propagated
+        if isinstance(said, Estimate) and said.peak_memory_bytes <= ledger.limit_bytes:
+            best.setdefault(row.program, (said.time_s, i))
+    return [i for _, i in sorted(best.values())[:count]]
+
+
 class Draws:
     """New rows of a ledger, each program once.
 

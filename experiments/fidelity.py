@@ -171,12 +171,15 @@ def _report(store: Store, console: Console) -> None:
     results = report.load(store, CASES, MESHES)
     summary = report.summarise(results)
     write(store.results / "summary.json", summary)
-    plots.draw(results, summary, store.results)
     made = tables.all_tables(summary)
     if _PAGE.value:
         pages.put_into(pathlib.Path(_PAGE.value), pages.as_markdown(made))
     for table in made:
         console.print(pages.as_rich(table))
+    try:
+        plots.draw(results, summary, store.results)
+    except ModuleNotFoundError as error:
+        console.print(f"no plots: {error}; pip install -e .[plots]", style="red", markup=False)
     console.print(f"Figures in {store.results}.", highlight=False)
 
 

@@ -14,7 +14,7 @@ Up to half of the sample is drawn by Space.sample, a quarter by random walks of 
 from the baselines, the rest by such walks from the ten best, so that not all layouts are absurd.
 Few of the first fit: after --most of a kind the next one fills up, the last to four times that.
 None is left out for what rung 1 says of it, but for the bytes of its state alone. The ten best are
-those that a search promotes, whether they fit or not.
+the fastest of those that fit, by rung 1's word, whether they do by rung 2's or not.
 """
 
 import functools
@@ -36,7 +36,6 @@ from autoshard.compat.compilers import compiler_version
 from autoshard.compat.noise import start_jax
 from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger
-from autoshard.driver.promoting import promoted
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal, opened
 from autoshard.pricing import cost_model
@@ -44,7 +43,7 @@ from autoshard.subjects import make_subject, trace_all
 from autoshard.target import find_target
 from experiments import pod_sizes, pod_tasks
 from experiments.agreement import MEASURES, Point, figures_of, summary, walk
-from experiments.draws import Draws, uniform
+from experiments.draws import Draws, fastest, uniform
 from experiments.progress import progress_bar, show_on
 
 _MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "The model.")
@@ -114,7 +113,7 @@ def judged(ledger: Ledger) -> tuple[list[Point], int]:
     ledger.journal = compiled
     compiling = Compiling(ledger, None)
     with compiling.opened():
-        top = promoted(ledger, _TOP.value, [])
+        top = fastest(ledger, _TOP.value)
         compiling.compile(top, 1.0)
         points = _points("top", top, ledger)
         draws = Draws(ledger, {ledger.rows[i].program for i in top})

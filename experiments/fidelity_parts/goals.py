@@ -38,7 +38,7 @@ GOALS = (
     Goal(
         name="coverage",
         part="search",
-        text="cases whose search completes, numerics checked",
+        text="cases whose search completes, numerics equal to the unsharded step's",
         limit=1.0,
         at_most=False,
         style="percent",
@@ -47,6 +47,14 @@ GOALS = (
         name="hand_met",
         part="hand",
         text="hand layouts that the plan is no slower than",
+        limit=1.0,
+        at_most=False,
+        style="percent",
+    ),
+    Goal(
+        name="programs_enough",
+        part="sample",
+        text="cases with 48 programs measured, or all that there are",
         limit=1.0,
         at_most=False,
         style="percent",

@@ -19,7 +19,7 @@ from autoshard.rungs.race import Runner
 from autoshard.trial import Estimate, Failure, Stage
 from experiments.fidelity_parts import sampling, timing
 from experiments.fidelity_parts.ranks import by_round, times
-from experiments.fidelity_parts.regret import rival_of
+from experiments.fidelity_parts.regret import rivals_of
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, write
 
 _BATCHES = 2
@@ -41,7 +41,7 @@ class Settings:
 
     Attributes:
       rounds: in which every program runs once; two halves of them should rank alike.
-      pair_limit_s: step time spent on fresh pairs of the plan and its rival.
+      pair_limit_s: step time spent on fresh pairs of the plan with each of its rivals.
       call_limit_s: of one call of the bench, whose child is killed then.
     """
 
@@ -62,7 +62,7 @@ def run(
     settings: Settings = Settings(),
     callbacks: Sequence[Callback] = (),
 ) -> None:
-    """Samples, compiles, measures, and measures the plan against its rival anew.
+    """Samples, compiles, measures, and measures the plan against its rivals anew.
 
     Compiled programs go to a journal of their own, begun as a copy of the search's; what is
     measured is not: interrupted rounds begin anew, so that all samples share one stretch of time.
@@ -88,6 +88,7 @@ def run(
         ran, fresh = _measured(ledger, names, plan, settings)
     figures |= {
         "failed": "",
+        "planned": store.planned(task),
         "plan": plan,
         "whole_space": sample.whole,
         "space_size": ledger.subjects[0].space.size(),
@@ -114,8 +115,8 @@ def _finalists(store: Store, task: Task) -> list[Candidate]:
 
 def _measured(
     ledger: Ledger, names: Mapping[str, sampling.Chosen], plan: str, settings: Settings
-) -> tuple[dict[str, Runner], dict[str, Any] | None]:
-    """The rounds, and the fresh pairs (None where there is nothing to pair)."""
+) -> tuple[dict[str, Runner], list[dict[str, Any]]]:
+    """The rounds, and the fresh pairs of the plan with each of its rivals."""
     modules: dict[str, Module] = {}
     ran: dict[str, Runner] = {}
     peaks: dict[str, int] = {}
@@ -144,22 +145,27 @@ def _measured(
             on_progress=tell,
         )
     tables = {n: by_round(r.samples_s, r.rounds) for n, r in ran.items() if r.failure is None}
-    rival = rival_of(plan, times(tables))
-    if rival is None:
-        return ran, None
-    tell(f"fresh pairs of the plan {plan} and its rival {rival}")
+    fresh = []
+    for rival in rivals_of(plan, times(tables)):
+        tell(f"fresh pairs of the plan {plan} and its rival {rival}")
+        fresh.append({"rival": rival, **_paired(ledger, modules[plan], modules[rival], settings)})
+    return ran, fresh
+
+
+def _paired(ledger: Ledger, plan: Module, rival: Module, settings: Settings) -> dict[str, Any]:
+    """Pairs of two programs in a process with nothing else in it; `failed` says why there are none.
+
+    The process is that of these two alone: what one program leaves of the memory's state is felt
+    by the other, and a third would be felt too.
+    """
     with _bench(ledger, settings) as bench:
         try:
             found = timing.fresh_pair(
-                bench,
-                modules[plan],
-                modules[rival],
-                limit_s=settings.pair_limit_s,
-                seed=ledger.seed + 1,
+                bench, plan, rival, limit_s=settings.pair_limit_s, seed=ledger.seed + 1
             )
         except timing.MeasuringError as error:
-            return ran, {"rival": rival, "failed": str(error)[:500]}
-    return ran, {"rival": rival, "failed": "", **dataclasses.asdict(found)}
+            return {"failed": str(error)[:500]}
+    return {"failed": "", **dataclasses.asdict(found)}
 
 
 def _keeps_out(ledger: Ledger, row: Row) -> Failure | None:

@@ -1,8 +1,8 @@
 """How much slower the plan is than the best program that was measured. Pure functions.
 
-The best of many noisy measurements looks better than it is. So the plan is paired anew with its
-rival, the fastest of all others in the sample, and the regret is taken from those fresh pairs: the
-plan's time over that of the better of the two, less one.
+The best of many noisy measurements looks better than it is, and which one it is, is luck too. So
+the plan is paired anew with its rivals, the fastest of all others in the sample, and the regret is
+taken from those fresh pairs: the plan's time over that of the best of them all, less one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,36 +11,43 @@ from typing import Any
 from experiments.fidelity_parts.ranks import Rounds
 from experiments.pairs import ratio_interval_of_logs
 
+RIVALS = 3
 
-def rival_of(plan: str, measured: Mapping[str, float]) -> str | None:
-    """The fastest other program; None if there is none, or the plan was not measured.
+_HALF_WIDTH = 0.02
+"""Of the interval over rounds, at which they say whether two programs are equally fast."""
 
-    >>> rival_of("plan", {"plan": 1.0, "b": 1.5, "c": 1.2})
-    'c'
+
+def rivals_of(plan: str, measured: Mapping[str, float], count: int = RIVALS) -> list[str]:
+    """The fastest other programs, the fastest first; [] if the plan was not measured.
+
+    >>> rivals_of("plan", {"plan": 1.0, "b": 1.5, "c": 1.2, "d": 1.3}, 2)
+    ['c', 'd']
     """
     others = {name: seconds for name, seconds in measured.items() if name != plan}
-    if plan not in measured or not others:
-        return None
-    return min(others, key=lambda name: (others[name], name))
+    if plan not in measured:
+        return []
+    return sorted(others, key=lambda name: (others[name], name))[:count]
 
 
-def regret(fresh: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Regret from fresh pairs of plan and rival.
+def regret(fresh: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Regret from fresh pairs of the plan with each rival.
 
     Returns:
-      `regret` (None where nothing was measured), its interval, `decided`, and `top1`: the plan is
-      the best, or no slower within the interval. Undecided pairs are no top 1.
+      `regret`, that against the rival the plan does worst against (None where a pair was not
+      measured, or there is none), its interval, `decided`: all pairs are, and `top1`: the plan is
+      the best, or no slower than any rival within the interval. Undecided pairs are no top 1.
     """
-    if not fresh or fresh.get("failed"):
+    if not fresh or any(pair["failed"] for pair in fresh):
         return {"regret": None, "low": None, "high": None, "decided": False, "top1": False}
-    ratio, low, high = (max(fresh[k], 1.0) - 1.0 for k in ("ratio", "low", "high"))
-    decided = bool(fresh["decided"])
+    worst = max(fresh, key=lambda pair: pair["ratio"])
+    ratio, low, high = (max(worst[k], 1.0) - 1.0 for k in ("ratio", "low", "high"))
+    decided = all(pair["decided"] for pair in fresh)
     return {
         "regret": ratio,
         "low": low,
         "high": high,
         "decided": decided,
-        "top1": decided and fresh["low"] <= 1.0,
+        "top1": decided and all(pair["low"] <= 1.0 for pair in fresh),
     }
 
 
@@ -48,27 +55,35 @@ def best_in_top(
     places: Mapping[str, int | None],
     measured: Mapping[str, float],
     tables: Mapping[str, Rounds],
+    fresh: Sequence[Mapping[str, Any]],
     count: int = 3,
 ) -> dict[str, bool]:
     """Whether the search's first `count` hold the best program of the sample.
 
     Args:
-      places: of each program in the search's ranking.
+      places: of each program in the search's ranking; the plan's is 0.
+      fresh: the pairs of the plan with its rivals.
 
     Returns:
       `strict`: the fastest of all is among them. `tied`: one of them is no slower than the fastest
-      within the 95 % interval over the rounds.
+      within the 95 % interval: the plan by the fresh pairs, the others by the rounds, where that
+      interval is narrow enough to say.
     """
     first = [n for n, place in places.items() if place is not None and place < count]
     first = [n for n in first if n in measured]
     if not first:
         return {"strict": False, "tied": False}
     best = min(measured, key=lambda name: (measured[name], name))
-    tied = best in first or any(_may_equal(tables[name], tables[best]) for name in first)
+    paired = any(
+        pair["rival"] == best and not pair["failed"] and pair["decided"] and pair["low"] <= 1.0
+        for pair in fresh
+    )
+    tied = best in first or paired or any(_equal(tables[n], tables[best]) for n in first)
     return {"strict": best in first, "tied": tied}
 
 
-def _may_equal(one: Rounds, best: Rounds) -> bool:
+def _equal(one: Rounds, best: Rounds) -> bool:
+    """Whether the rounds say that `one` is no slower, and can say so."""
     common: Sequence[int] = sorted(set(one) & set(best))
-    _, low, _ = ratio_interval_of_logs([one[r] - best[r] for r in common])
-    return low <= 1.0
+    ratio, low, high = ratio_interval_of_logs([one[r] - best[r] for r in common])
+    return low <= 1.0 and (high - low) / 2 <= _HALF_WIDTH * ratio

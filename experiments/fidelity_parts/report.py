@@ -14,7 +14,7 @@ from experiments.fidelity_parts import leave_out, ranks, regret
 from experiments.fidelity_parts.goals import judged
 from experiments.fidelity_parts.leave_out import Observation
 from experiments.fidelity_parts.sampling import DRAWN
-from experiments.fidelity_parts.store import PARTS, Store, Task, read
+from experiments.fidelity_parts.store import PARTS, Store, Task, is_of_another_plan, read
 
 Key = tuple[str, int]
 """Case and number of devices."""
@@ -24,12 +24,20 @@ Parts = Mapping[str, dict[str, Any] | None]
 
 RANKED = {"top", *DRAWN}
 
+LEAST_PROGRAMS = 48
+"""To be measured of a case, unless its space has fewer."""
+
 
 def load(store: Store, cases: Sequence[str], devices: Sequence[int]) -> dict[Key, Parts]:
-    """Every part of every case that there should be."""
+    """Every part of every case that there should be; one of another plan counts as not run."""
+
+    def of_this_plan(task: Task) -> dict[str, Any] | None:
+        found = read(store.result(task))
+        return None if found and is_of_another_plan(found, store.planned(task)) else found
+
     return {
         (case, count): {
-            part: read(store.result(Task(part=part, case=case, devices=count))) for part in PARTS
+            part: of_this_plan(Task(part=part, case=case, devices=count)) for part in PARTS
         }
         for case in cases
         for count in devices
@@ -86,7 +94,8 @@ def search_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     if found["failed"]:
         return {"covered": False, "why": found["failed"]}
-    covered = found["ended"] == "finished" and found["numerics"] != "unchecked"
+    # "relative" is agreement with another sharded program, where the unsharded one does not fit.
+    covered = found["ended"] == "finished" and found["numerics"] == "exact"
     names = ("numerics", "plan_is", "candidates", "compiles", "profiles", "elapsed_s", "resumed")
     return {"covered": covered, "why": "", **{name: found[name] for name in names}}
 
@@ -121,7 +130,7 @@ def sample_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
     if found is None:
         return None
     if found["failed"]:
-        return {"why": found["failed"], "programs": 0, "measured": 0, **regret.regret(None)}
+        return {"why": found["failed"], "programs": 0, "measured": 0, **regret.regret(())}
     programs = {p["name"]: p for p in found["programs"]}
     tables = tables_of(found)
     measured = ranks.times(tables)
@@ -130,9 +139,9 @@ def sample_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
     own = figures["regret"]
     parallel = [measured[n] for n in measured if programs[n]["baseline"] == "data parallel"]
     plan, dp_s = measured.get(found["plan"]), min(parallel, default=None)
-    top = regret.best_in_top(places, measured, tables)
+    top = regret.best_in_top(places, measured, tables, found["fresh"])
     return {
-        "why": (found["fresh"] or {}).get("failed", "") if own is None else "",
+        "why": next((p["failed"] for p in found["fresh"] if p["failed"]), ""),
         "programs": len(programs),
         "measured": len(measured),
         "too_large": sum((p["failure"] or {}).get("kind") == "oom" for p in programs.values()),
@@ -150,6 +159,11 @@ def sample_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
+def enough(sample: Mapping[str, Any]) -> bool:
+    """Whether as many programs were measured as should be, or all that there are."""
+    return sample["measured"] >= LEAST_PROGRAMS or sample.get("whole_space", False)
+
+
 def tables_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     """The rounds of every program that was measured."""
     return {
@@ -163,14 +177,14 @@ def tau_of(found: Mapping[str, Any], rung: str, near: bool = False) -> dict[str,
     """Rank correlation over the sample and rung 1's best; what else was measured is left out.
 
     Args:
-      near: only over those within `ranks.NEAR` times the fastest.
+      near: only over those within `ranks.NEAR` times the fastest that was measured.
     """
     ranked = [p for p in found["programs"] if RANKED & set(p["groups"]) and _seconds(p, rung)]
     names = {p["name"] for p in ranked}
-    tables = {name: table for name, table in tables_of(found).items() if name in names}
+    tables = tables_of(found)
     if near:
-        kept = ranks.near(ranks.times(tables))
-        tables = {name: tables[name] for name in kept}
+        names &= set(ranks.near(ranks.times(tables)))
+    tables = {name: table for name, table in tables.items() if name in names}
     return ranks.correlation({p["name"]: p[rung]["time_s"] for p in ranked}, tables)
 
 
@@ -224,6 +238,7 @@ def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             [h["data_or_fsdp"] for h in hands if h["data_or_fsdp"] is not None]
         ),
         "plan_is_baseline": sum(bool(_baseline(row)) for row in rows),
+        "plan_is_data_or_fsdp": sum(_is_data_or_fsdp(_baseline(row).lower()) for row in rows),
         "regret_median": _median(regrets),
         "regret_worst": _finite(max(regrets, default=math.inf)),
         "regret_undecided": sum(not s["decided"] for s in samples),
@@ -234,6 +249,7 @@ def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             (_or(s.get("speed_up_share"), 0.0) for s in samples), default=None
         ),
         "programs_least": min((s["measured"] for s in samples), default=None),
+        "programs_enough": _share([enough(s) for s in samples]),
     }
     for rung in ("rung1", "rung2"):
         taus = [s.get(f"{rung}_tau") for s in samples]
@@ -245,6 +261,7 @@ def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             [t["share"] for t in near if t["share"] is not None]
         )
         found["near_count"] = len(near)
+        found["near_share_count"] = sum(t["share"] is not None for t in near)
         found[f"{rung}_error"] = _median([_or(row[f"{rung}_error"], math.inf) for row in of_sample])
     seconds = [s["elapsed_s"] for s in searches if "elapsed_s" in s]
     for name in ("candidates", "compiles", "profiles"):

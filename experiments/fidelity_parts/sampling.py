@@ -2,10 +2,11 @@
 
 At least `fitting` candidates that fit are drawn: half by `Space.sample`, a quarter by walks of up
 to four decisions from the baselines, the rest by such walks from rung 1's ten best, so that not all
-layouts are absurd. Rung 1's ten best, the programs that the search measured and the fastest of each
-baseline come on top; more walks from the best fill up to `total` distinct programs that fit. A
-space that has no more programs than that is taken whole. Nothing is left out for what rung 1 says
-of it, but for the bytes of its state alone; what does not fit stays in the list and says so.
+layouts are absurd. Rung 1's ten best (the fastest programs of those that fit, by its word), the
+programs that the search measured and the fastest of each baseline come on top; more walks from the
+best fill up to `total` distinct programs that fit. A space that has no more programs than that is
+taken whole. Nothing is left out for what rung 1 says of it, but for the bytes of its state alone;
+what does not fit stays in the list and says so.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import jax
 from autoshard.budget import Budget, Callback
 from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger, Row
-from autoshard.driver.promoting import baseline_rows, promoted
+from autoshard.driver.promoting import baseline_rows
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal
 from autoshard.layout import Candidate
@@ -27,7 +28,7 @@ from autoshard.rungs.propagate import Propagator
 from autoshard.subjects import make_subject, trace_all
 from autoshard.target import find_target
 from experiments.agreement import walk
-from experiments.draws import Draw, Draws, uniform
+from experiments.draws import Draw, Draws, fastest, uniform
 from experiments.fidelity_parts.store import Case, Store, Task
 
 DRAWN = ("uniform", "near baselines", "near best")
@@ -106,7 +107,7 @@ def choose(ledger: Ledger, finalists: Sequence[Candidate], size: Size) -> Sample
     propagate_all(ledger, None, 1.0)
     compiling = Compiling(ledger, None)
     picks = _Picks(ledger)
-    top = promoted(ledger, size.top, [])
+    top = fastest(ledger, size.top)
     picks.add("top", top)
     picks.add("baselines", baseline_rows(ledger))
     standing = tuple(picks.add("finalists", picks.find(finalists)))

@@ -46,6 +46,7 @@ def run(
         )
     except Exception as error:  # whatever keeps a case from having a plan belongs in the table
         figures["failed"] = f"{type(error).__name__}: {error}"[:2000]
+        store.plan(task).unlink(missing_ok=True)  # one of an earlier search says nothing of this
     else:
         if plan.evidence.ended == "interrupted":
             raise KeyboardInterrupt  # half a search is no result; its journal stays

@@ -1,17 +1,20 @@
 """Where the results of the benchmark stand: one JSON file for each part, written whole or not."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
 import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from autoshard import Workload
+from autoshard.cost import MODEL_REVISION
 
 PARTS = ("search", "sample", "hand")
 """The parts that are run, in this order; the report is made from what they leave."""
@@ -61,6 +64,11 @@ class Store:
     def plan(self, task: Task) -> pathlib.Path:
         return self.result(task).with_name("plan.json")
 
+    def planned(self, task: Task) -> dict[str, Any] | None:
+        """The candidate that the case's plan holds, as JSON; None where there is no plan."""
+        found = read(self.plan(task))
+        return None if found is None else found.get("candidate")
+
     def run_folder(self, task: Task) -> pathlib.Path:
         """Made when missing."""
         folder = (self.runs / f"{task.case}-{task.devices}").absolute()
@@ -103,16 +111,32 @@ def missing(
 ) -> Iterator[Task]:
     """What is still to do, in the order of cases. Asked one by one: a part may finish meanwhile.
 
+    What was measured of another plan than the case has now is to do again.
+
     Args:
-      retry: parts whose file says that they failed, or lost something, count as missing too.
+      retry: parts whose file says that they failed, lost something or left something undecided
+        count as missing too.
     """
     for case in cases:
         for count in devices:
             for part in parts:
                 task = Task(part=part, case=case, devices=count)
                 found = read(store.result(task))
-                if found is None or (retry and (found.get("failed") or found.get("lost"))):
+                if (
+                    found is None
+                    or is_of_another_plan(found, store.planned(task))
+                    or (retry and any(found.get(k) for k in ("failed", "lost", "undecided")))
+                ):
                     yield task
+
+
+def is_of_another_plan(found: dict[str, Any], plan: dict[str, Any] | None) -> bool:
+    """Whether a part's result speaks of a plan that is not the case's present one.
+
+    Args:
+      plan: the candidate of the present one, as JSON.
+    """
+    return bool(found.get("planned")) and found["planned"] != plan
 
 
 def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:
@@ -131,8 +155,28 @@ def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:
         "load_at_start": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": {name: version for name in names if (version := _version(name))},
+        "model_revision": MODEL_REVISION,
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+@functools.lru_cache(maxsize=1)
+def commit() -> str:
+    """The commit that runs, with "-dirty" where its code was changed; "" where git does not say."""
+    root = pathlib.Path(__file__).parents[2]
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+
+    try:
+        found = git("rev-parse", "--short=12", "HEAD")
+        if found.returncode:
+            return ""
+        changed = git("diff", "--quiet", "HEAD", "--", "autoshard", "experiments", "models")
+    except OSError:
+        return ""
+    return found.stdout.strip() + ("-dirty" if changed.returncode else "")
 
 
 def _version(name: str) -> str:

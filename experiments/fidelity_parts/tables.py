@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.fidelity_parts.goals import GOALS, Goal, shown
+from experiments.fidelity_parts.report import enough
 from experiments.pages import Cell, Table
 
 
@@ -31,7 +32,7 @@ def all_tables(summary: Mapping[str, Any]) -> list[Table]:
             rows=tuple(_regret_row(row) for row in rows),
         ),
         Table(
-            title="Rank correlation with measured times: tau (its share of the ceiling)",
+            title="Rank correlation with measured times: tau [95 %] (its share of the ceiling)",
             heads=(
                 "case",
                 "devices",
@@ -81,12 +82,12 @@ def goals_table(summary: Mapping[str, Any]) -> Table:
         ("plan over the better of data parallel and FSDP, median", "data_or_fsdp_median", "ratio"),
         ("best program among the search's first 3, strictly", "best_in_top_3_strict", "percent"),
         (
-            "rung 2: tau over its ceiling, within 1.5 times the best",
+            "rung 2: tau over its ceiling, within 1.5 times the best, where there is a share",
             "rung2_tau_near_share",
             "ratio",
         ),
         (
-            "rung 1: tau over its ceiling, within 1.5 times the best",
+            "rung 1: tau over its ceiling, within 1.5 times the best, where there is a share",
             "rung1_tau_near_share",
             "ratio",
         ),
@@ -95,11 +96,13 @@ def goals_table(summary: Mapping[str, Any]) -> Table:
         rows.append((Cell(text), Cell(shown(figures[name], style)), Cell(""), Cell("")))
     for text, name in (
         ("cases whose plan is itself a baseline", "plan_is_baseline"),
+        ("of these data parallel or FSDP", "plan_is_data_or_fsdp"),
         ("hand layouts compared", "hand_count"),
         ("of these undecided, counted as missed", "hand_undecided"),
         ("cases whose fresh pairs are undecided", "regret_undecided"),
         ("fewest programs measured for a case", "programs_least"),
         ("cases with three or more ranked programs within 1.5 times the best", "near_count"),
+        ("of these with a ceiling of at least 0.7, and so a share", "near_share_count"),
     ):
         count = figures[name]
         rows.append((Cell(text), Cell("-" if count is None else str(count)), Cell(""), Cell("")))
@@ -131,7 +134,10 @@ def _regret_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
         interval = f"{100 * sample['low']:.1f} to {100 * sample['high']:.1f} %"
         ups = [shown(sample[f"speed_up_{which}"], "ratio") for which in ("plan", "best")]
         cells += [
-            Cell(str(sample["programs"]) + (", all" if sample["whole_space"] else "")),
+            Cell(
+                f"{sample['measured']}{', all' if sample['whole_space'] else ''}",
+                red=not enough(sample),
+            ),
             Cell(str(sample["failed"])),
             Cell(sample["plan_is"] or "its own"),
             _judged(sample["regret"], "regret_worst"),
@@ -166,7 +172,8 @@ def _rank_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
             if found is None:
                 cells.append(Cell("-", red=kind == "tau"))
                 continue
-            text = f"{found['tau']:.2f} ({shown(found['share'], 'ratio')})"
+            interval = f"{found['low']:.2f} to {found['high']:.2f}"
+            text = f"{found['tau']:.2f} [{interval}] ({shown(found['share'], 'ratio')})"
             met = _goal(f"{rung}_tau_share").met(found["share"])
             cells.append(Cell(text, red=kind == "tau" and not met))
         cells.append(Cell(str(some["count"]) if some else "-"))

@@ -55,8 +55,12 @@ def sample(
     ratio: float = 1.0,
     half_width: float = 0.005,
     decided: bool = True,
+    rivals: tuple[str, ...] = ("b",),
 ) -> dict[str, Any]:
-    """What the sample part writes; `ratio` is that of the fresh pairs, plan over rival."""
+    """What the sample part writes; `ratio` is that of the fresh pairs, plan over first rival.
+
+    It is a little less against each further one.
+    """
     return {
         **PROVENANCE,
         "part": "sample",
@@ -64,17 +68,20 @@ def sample(
         "family": family,
         "failed": "",
         "plan": plan,
-        "whole_space": False,
-        "fresh": {
-            "rival": "b",
-            "failed": "",
-            "ratio": ratio,
-            "low": ratio - half_width,
-            "high": ratio + half_width,
-            "decided": decided,
-            "first_s": [],
-            "second_s": [],
-        },
+        "whole_space": True,
+        "fresh": [
+            {
+                "rival": rival,
+                "failed": "",
+                "ratio": ratio - 0.01 * place,
+                "low": ratio - 0.01 * place - half_width,
+                "high": ratio - 0.01 * place + half_width,
+                "decided": decided or place == 0 < len(rivals) - 1,
+                "first_s": [],
+                "second_s": [],
+            }
+            for place, rival in enumerate(rivals)
+        ],
         "programs": programs,
     }
 

@@ -36,12 +36,26 @@ def test_regret_comes_from_the_fresh_pairs_not_from_the_rounds() -> None:
 def test_undecided_fresh_pairs_are_no_top_1() -> None:
     found = regret.regret(data.sample([], ratio=0.99, decided=False)["fresh"])
     assert not found["top1"] and not found["decided"]
+    second = data.sample([], ratio=0.99, decided=False, rivals=("b", "c"))["fresh"]
+    assert [pair["decided"] for pair in second] == [True, False]
+    assert not regret.regret(second)["top1"]
 
 
-def test_rival_is_the_fastest_other_program() -> None:
-    assert regret.rival_of("a", {"a": 2.0, "b": 1.0, "c": 1.5}) == "b"
-    assert regret.rival_of("a", {"a": 1.0}) is None
-    assert regret.rival_of("a", {"b": 1.0}) is None  # the plan itself could not be measured
+def test_regret_is_against_the_rival_that_the_plan_does_worst_against() -> None:
+    fresh = data.sample([], ratio=0.8, rivals=("lucky", "c", "d"))["fresh"]
+    fresh[2] |= {"ratio": 1.1, "low": 1.09, "high": 1.11}
+    found = regret.regret(fresh)
+    assert found["regret"] == pytest.approx(0.1) and not found["top1"]
+    fresh[1]["failed"] = "it broke"
+    assert regret.regret(fresh)["regret"] is None
+    assert regret.regret([])["regret"] is None
+
+
+def test_rivals_are_the_fastest_other_programs() -> None:
+    measured = {"a": 2.0, "b": 1.0, "c": 1.5, "d": 1.2, "e": 1.4}
+    assert regret.rivals_of("a", measured) == ["b", "d", "e"]
+    assert regret.rivals_of("a", {"a": 1.0}) == []
+    assert regret.rivals_of("a", {"b": 1.0}) == []  # the plan itself could not be measured
 
 
 @pytest.mark.parametrize(
@@ -50,17 +64,29 @@ def test_rival_is_the_fastest_other_program() -> None:
         ({"a": 0, "best": 2}, True, True),
         ({"a": 0, "best": 3}, False, False),
         ({"near": 1, "best": 5}, False, True),  # not the best, and no clock can tell
+        ({"noisy": 1, "best": 5}, False, False),  # the clock cannot tell anything of it
         ({}, False, False),
     ],
 )
 def test_best_in_the_top_3(places: dict[str, int], strict: bool, tied: bool) -> None:
-    made = [program("a", 1.5), program("best", 1.0), program("near", 1.0)]
-    uneven = [1.2 if number % 2 else 0.9 for number in range(8)]  # slower in the mean
-    made[2]["samples_s"] = [s * u for s, u in zip(made[1]["samples_s"], uneven, strict=True)]
+    names = ("a", "best", "near", "noisy")
+    made = [program(name, 1.5 if name == "a" else 1.0) for name in names]
+    for one, uneven in ((made[2], (1.02, 0.99)), (made[3], (1.3, 0.85))):  # slower in the mean
+        one["samples_s"] = [s * uneven[i % 2] for i, s in enumerate(one["samples_s"])]
     found = report.tables_of(data.sample(made))
     where = {name: places.get(name) for name in found}
-    said = regret.best_in_top(where, ranks.times(found), found)
+    said = regret.best_in_top(where, ranks.times(found), found, ())
     assert said == {"strict": strict, "tied": tied}
+
+
+def test_fresh_pairs_say_whether_the_plan_equals_the_best() -> None:
+    made = [program("a", 1.1), program("best", 1.0)]
+    found = report.tables_of(data.sample(made))
+    measured = ranks.times(found)
+    for ratio, decided, tied in ((1.001, True, True), (1.05, True, False), (1.001, False, False)):
+        fresh = data.sample([], ratio=ratio, decided=decided, rivals=("best",))["fresh"]
+        said = regret.best_in_top({"a": 0, "best": None}, measured, found, fresh)
+        assert said == {"strict": False, "tied": tied}
 
 
 def test_tau_and_its_ceiling_without_noise_are_one() -> None:
@@ -96,6 +122,10 @@ def test_tau_is_over_the_sample_and_rung_1s_best_alone() -> None:
     assert found is not None and (found["count"], found["tau"]) == (4, pytest.approx(1.0))
     near = report.tau_of(data.sample(made), "rung1", near=True)
     assert near is None  # only one is within 1.5 times of the fastest
+    close = [program(name, 1.0 + i / 10) for i, name in enumerate("abcde")]
+    close.append(program("fastest", 0.8, groups=("finalists",)))  # measured, not ranked
+    near = report.tau_of(data.sample(close), "rung1", near=True)
+    assert near is not None and near["count"] == 3
 
 
 def planted(case: str, factors: Correction, off: float = 1.0) -> list[leave_out.Observation]:
@@ -176,7 +206,7 @@ def test_what_meets_every_goal_is_nowhere_red() -> None:
     )
     figures = summary["figures"]
     assert figures["data_or_fsdp_median"] == pytest.approx(0.9)  # of 1.0 and 0.8
-    assert figures["plan_is_baseline"] == 1
+    assert (figures["plan_is_baseline"], figures["plan_is_data_or_fsdp"]) == (1, 1)
     assert (figures["hand_count"], figures["candidates_median"]) == (5, 600)
     row = summary["rows"][0]["sample"]
     assert (row["speed_up_plan"], row["speed_up_best"]) == pytest.approx((2.0, 2.0))
@@ -189,6 +219,7 @@ def test_what_meets_every_goal_is_nowhere_red() -> None:
     [
         ({"search": {**data.search(), "failed": "boom"}}, {"coverage"}),
         ({"search": data.search(numerics="unchecked")}, {"coverage"}),
+        ({"search": data.search(numerics="relative")}, {"coverage"}),
         ({"search": None}, {"coverage"}),
         ({"hand": data.hand(fsdp=1.01)}, {"hand_met"}),
         ({"hand": data.hand(fsdp=None)}, {"hand_met"}),  # undecided
@@ -206,6 +237,15 @@ def test_what_meets_every_goal_is_nowhere_red() -> None:
         (
             {"sample": data.sample(ALL_GOOD, case="vit", family="vit", decided=False)},
             {"top_1"},
+        ),
+        (
+            {
+                "sample": {
+                    **data.sample(ALL_GOOD, case="vit", family="vit"),
+                    "whole_space": False,  # four programs of many
+                }
+            },
+            {"programs_enough"},
         ),
         ({"sample": {"failed": "no plan"}}, {g.name for g in GOALS if g.part == "sample"}),
         ({"sample": None}, {g.name for g in GOALS if g.part == "sample"}),

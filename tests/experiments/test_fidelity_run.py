@@ -216,7 +216,10 @@ def test_the_sample_holds_what_it_should_each_program_once(
     assert sorted(never_compile) == sorted(one.row for one in sample.programs)
     drawn = [g for g in groups if set(g) & set(sampling.DRAWN)]
     assert len(drawn) == 12
-    assert sum("top" in g for g in groups) == 3
+    top = [ledger.rows[one.row] for one in sample.programs if "top" in one.groups]
+    searched = [row for row in ledger.rows[: ledger.budget.candidates] if row.propagated]
+    quicker = {row.program for row in searched if row.propagated.time_s < top[-1].propagated.time_s}
+    assert len(top) == 3 and quicker <= {row.program for row in top}
     assert sum("finalists" in g for g in groups) == 1
     assert ledger.rows[sample.finalists[0]].compiled is not None
     names = {ledger.rows[one.row].baseline for one in sample.programs if "baselines" in one.groups}
@@ -267,8 +270,9 @@ def test_a_case_goes_through_search_sample_and_report(
     assert plan["place"] == 0 and "finalists" in plan["groups"]
     assert len(found["programs"]) >= 6
     assert all(set(p["rounds"]) == {0, 1} and not p["failure"] for p in found["programs"])
-    assert found["fresh"]["rival"] != found["plan"] and not found["fresh"]["failed"]
-    assert len(found["fresh"]["first_s"]) >= 20
+    assert len({pair["rival"] for pair in found["fresh"]} - {found["plan"]}) == 3
+    assert all(not pair["failed"] and len(pair["first_s"]) >= 20 for pair in found["fresh"])
+    assert found["planned"] == plan["candidate"] and found["model_revision"] == MODEL_REVISION
 
     results = report.load(kept, ["tiny", "absent"], [8])
     summary = report.summarise(results)
@@ -367,43 +371,82 @@ def test_a_search_that_fails_is_a_result(kept: Store) -> None:
     assert not row["search"]["covered"] and not row["sample"]["top1"]
 
 
+HAND = Task(part="hand", case="tiny", devices=8)
+
+
 @pytest.fixture
-def two_layouts(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[[list[str]], list[str]]:
-    """Runs the hand part over two layouts of which one leaves nothing; returns what was started."""
-    task = Task(part="hand", case="tiny", devices=8)
-    kept.plan(task).parent.mkdir(parents=True)
-    kept.plan(task).write_text("{}")
+def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[str]]:
+    """Runs the hand part over two layouts; returns what was started.
+
+    Those named `good` leave a row, one that is not decided where the limit is below 10 seconds.
+    """
+    store.write(kept.plan(HAND), {"candidate": {"layout": "the first"}})
     monkeypatch.setattr(
         hand.steps, "hand_steps", lambda case, n: {"fsdp 1x2": 0, "data parallel": 0}
     )
 
-    def run(good: list[str]) -> list[str]:
+    def run(good: list[str], limit_s: float = 10.0, seed: int = 0) -> list[str]:
         started: list[str] = []
 
         def start(layout: str) -> str:
             started.append(layout)
             if layout in good:
-                row = {"layout": layout, "verdict": "met", "ratio": 0.9}
-                store.write(hand.row_file(kept, task, layout), row)
+                row = {
+                    "layout": layout,
+                    "verdict": "met" if limit_s >= 10 else "undecided",
+                    "ratio": 0.9,
+                    "decided": limit_s >= 10,
+                    "planned": kept.planned(HAND),
+                    "seed": seed,
+                    "limit_s": limit_s,
+                }
+                store.write(hand.row_file(kept, HAND, layout), row)
             return "its process ended with code 1"
 
-        hand.run(task, TinyCase(), kept, scale="small", seed=0, limit_s=1.0, start=start)
+        hand.run(HAND, TinyCase(), kept, scale="small", seed=seed, limit_s=limit_s, start=start)
         return started
 
     return run
 
 
 def test_a_hand_layout_without_result_is_undecided_and_the_others_are_kept(
-    two_layouts: Callable[[list[str]], list[str]], kept: Store
+    by_hand: Callable[..., list[str]], kept: Store
 ) -> None:
-    assert two_layouts(["data parallel"]) == ["fsdp 1x2", "data parallel"]
-    found = store.read(kept.result(Task(part="hand", case="tiny", devices=8)))
+    assert by_hand(["data parallel"]) == ["fsdp 1x2", "data parallel"]
+    found = store.read(kept.result(HAND))
     assert found is not None
     assert [row["verdict"] for row in found["rows"]] == ["undecided", "met"]
     assert "code 1" in found["rows"][0]["why"]
     row = report.hand_row(found)
     assert row is not None and (row["count"], row["met"], row["undecided"]) == (2, 1, 1)
-    assert two_layouts(["fsdp 1x2"]) == ["fsdp 1x2"]  # the other is there
+    assert by_hand(["fsdp 1x2"]) == ["fsdp 1x2"]  # the other is there
+
+
+def test_a_hand_comparison_is_made_anew_for_another_plan_and_when_its_result_is_deleted(
+    by_hand: Callable[..., list[str]], kept: Store
+) -> None:
+    both = ["fsdp 1x2", "data parallel"]
+    assert by_hand(both) == both and by_hand(both) == []
+    assert by_hand(both, seed=1) == both
+    kept.result(HAND).unlink()
+    assert by_hand(both, seed=1) == both
+    store.write(kept.plan(HAND), {"candidate": {"layout": "the second"}})
+    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=False)) == [HAND]
+    assert report.load(kept, ["tiny"], [8])["tiny", 8]["hand"] is None
+    assert by_hand(both, seed=1) == both
+    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=False)) == []
+
+
+def test_an_undecided_hand_comparison_gets_another_try_with_more_time(
+    by_hand: Callable[..., list[str]], kept: Store
+) -> None:
+    both = ["fsdp 1x2", "data parallel"]
+    assert by_hand(both, limit_s=5.0) == both
+    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=False)) == []
+    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=True)) == [HAND]
+    assert by_hand(both, limit_s=5.0) == []
+    assert by_hand(both, limit_s=20.0) == both
+    assert by_hand(both, limit_s=40.0) == []  # decided: more time changes nothing
 
 
 def test_the_plan_runs_beside_a_step_by_hand(
