@@ -12,7 +12,8 @@ Cost: one to two minutes for GPUs on 2 cores, the hand layouts as much again; fo
 Expected: the ranked table; the plan over every hand layout at most 1 (they are told to be equal
   where they differ by less than 0.01 %).
 
-Writes results/plan_pod/<model>-<target>.json, the plan and the journal beside the run.
+Writes results/plan_pod/<model>-<target>.json, the plan and the journal beside the run. A run folder
+with a journal is gone on from, and its times are then marked as too short: give a new --run.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ from autoshard.trial import Estimate, Failure
 from experiments import hand_judge, pod_sizes, pod_tasks
 from experiments.handwritten_pod.baselines import baselines
 from experiments.progress import progress_bar, show_on
+from experiments.since_start import since_start_s
 
 _MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "What to plan.")
 _TARGET = flags.DEFINE_string("target", "h100:8x8", "Hardware; autoshard.targets() lists chips.")
@@ -56,12 +58,13 @@ EQUAL = 1e-4
 
 def main(argv: list[str]) -> None:
     del argv
-    start = time.perf_counter()
     jax.config.update("jax_platforms", "cpu")
     console = Console()
     name = f"{_MODEL.value}-{_TARGET.value.replace(':', '-').replace('*', '-')}"
     run = pathlib.Path(_RUN.value or f"runs/pod-{name}")
     run.mkdir(parents=True, exist_ok=True)
+    journal = run / "journal.jsonl"
+    resumed = journal.exists()
     overrides = {k: v for k, v in (("batch_size", _BATCH.value), ("layers", _LAYERS.value)) if v}
     size = pod_sizes.POD_SIZES[_MODEL.value].replace(**overrides, scanned=_SCANNED.value)
     model_fn, _ = pod_tasks.task(_MODEL.value, **overrides, scanned=_SCANNED.value)
@@ -73,15 +76,19 @@ def main(argv: list[str]) -> None:
             budget=autoshard.Budget(
                 candidates=_CANDIDATES.value, compiles=_COMPILES.value, compile_seconds=600.0
             ),
-            journal=run / "journal.jsonl",
+            journal=journal,
             seed=_SEED.value,
             callbacks=(show_on(progress),),
         )
-    elapsed_s = time.perf_counter() - start
+    elapsed_s = since_start_s()
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Planned in {elapsed_s:.1f} s, all included.", highlight=False)
+    console.print(
+        f"Planned in {elapsed_s:.1f} s since the process was started"
+        f"{', with answers of an earlier run' if resumed else ''}.",
+        highlight=False,
+    )
     plan.save(str(run / "plan.json"))
-    figures = _figures(plan, size.batch_size, elapsed_s)
+    figures = {**_figures(plan, size.batch_size, elapsed_s), "resumed": resumed}
     if _BY_HAND.value:
         target = find_target(_TARGET.value)
         hand_size = size.replace(**plan.knobs)

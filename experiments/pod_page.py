@@ -17,6 +17,23 @@ from absl import app, flags
 from autoshard.report.words import mebibytes, seconds
 from experiments.pages import Cell, Table, as_markdown, put_into
 
+PAIRS = tuple(
+    (model, target)
+    for model in ("llama3-8b", "mixtral")
+    for target in ("h100:8x8", "v5e:16x16", "v5p:4x4x4")
+)
+"""What every table should be over."""
+
+SECONDS: dict[tuple[str, str, bool], dict[str, float]] = {
+    ("llama3-8b", "h100:8x8", True): {"with_imports": 60.0},
+    ("llama3-8b", "h100:8x8", False): {"with_imports": 180.0},
+    ("llama3-8b", "v5p:4x4x4", True): {"propagate": 20.0, "with_imports": 360.0},
+}
+"""(model, target, layers scanned) -> goals for the search on 2 cores: rung 1, and in all."""
+
+COMPILES = 10
+"""The most real compilations that a search may take."""
+
 _RESULTS = flags.DEFINE_string("results", "results", "Folder of the results.")
 _PAGE = flags.DEFINE_string("page", "docs/pods.md", "The page.")
 
@@ -55,9 +72,12 @@ def _plan_is(figures: Mapping[str, Any]) -> str:
     return (figures["baseline"] or "none of them") + (f" (wording: {words})" if words else "")
 
 
+_PARTS = {"propagate": "rung 1", "with_imports": "in all"}
+
+
 def summary(plans: Sequence[Mapping[str, Any]]) -> Table:
     """One row for each model and target; "over FSDP" is hand FSDP's step over the plan's."""
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for p in plans:
         rows_by_hand = p.get("by_hand", [])
         verdicts = [row["verdict"] for row in rows_by_hand]
@@ -65,6 +85,9 @@ def summary(plans: Sequence[Mapping[str, Any]]) -> Table:
         missed = verdicts.count("missed")
         counts = f"{verdicts.count('met')}, {verdicts.count('equal')}, {missed}"
         spent = p["elapsed_s"]
+        goals = SECONDS.get((p["model"], p["target"], p["scanned"]), {})
+        late = p.get("resumed", False) or any(spent[k] > limit for k, limit in goals.items())
+        said = ", ".join(f"{_PARTS[k]} {limit:g}" for k, limit in goals.items())
         rows.append(
             (
                 Cell(_name(p)),
@@ -73,14 +96,19 @@ def summary(plans: Sequence[Mapping[str, Any]]) -> Table:
                 Cell(mebibytes(p["peak_bytes"])),
                 Cell(f"{1 / fsdp['ratio']:.3f}" if "ratio" in fsdp else "-"),
                 Cell(counts if verdicts else "not compared", missed > 0),
-                Cell(f"{p['candidates']}, {p['compiles']}"),
+                Cell(f"{p['candidates']}, {p['compiles']}", p["compiles"] > COMPILES),
                 Cell(
                     f"{spent['propagate']:.0f} + {spent['compile']:.0f} ="
-                    f" {spent['with_imports']:.0f} s"
+                    f" {spent['with_imports']:.0f} s" + (f" (goal: {said})" if said else ""),
+                    late,
                 ),
                 Cell(f"{p['compiler']}, {p['date']}"),
             )
         )
+    own = sum(not p["baseline"] for p in plans)
+    rows.append(
+        (Cell("plans that are no baseline"), Cell(f"{own} of {len(plans)}"), *[Cell("")] * 7)
+    )
     return Table(
         title="Plans",
         heads=(
@@ -142,6 +170,8 @@ def agreement(found: Sequence[Mapping[str, Any]]) -> Table:
         text = f"{one['tau']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
         return Cell(text, goal is not None and one["tau"] < goal)
 
+    done = {(f["model"], f["target"]) for f in found}
+    lacking = [pair for pair in PAIRS if pair not in done]
     return Table(
         title="Rung 1 against rung 2",
         heads=(
@@ -164,6 +194,10 @@ def agreement(found: Sequence[Mapping[str, Any]]) -> Table:
                 Cell(f"{f['compiler']}, {f['date']}"),
             )
             for f in found
+        )
+        + tuple(
+            (Cell(f"{model} on {target}"), Cell("not run", True), *[Cell("")] * 5)
+            for model, target in lacking
         ),
     )
 

@@ -2,6 +2,13 @@
 
 import json
 import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from experiments import pages, pod_page
 
@@ -15,16 +22,59 @@ def test_the_page_is_of_the_results() -> None:
     )
 
 
-def test_what_is_missed_is_red(tmp_path: pathlib.Path) -> None:
-    source = ROOT / "results" / "plan_pod" / "mixtral-v5e-16x16.json"
-    figures = json.loads(source.read_text(encoding="utf-8"))
+@pytest.fixture
+def red(tmp_path: pathlib.Path) -> Callable[[dict[str, Any]], list[str]]:
+    """What is red in the tables of one plan."""
     folder = tmp_path / "plan_pod"
     folder.mkdir()
-    counts = []
-    for verdict in ("met", "missed"):
-        figures["by_hand"][1]["verdict"] = verdict
+
+    def red(figures: dict[str, Any]) -> list[str]:
         (folder / "one.json").write_text(json.dumps(figures), encoding="utf-8")
         plans, rows, *_ = pod_page.all_tables(tmp_path)
-        counts.append([cell.text for row in (*plans.rows, *rows.rows) for cell in row if cell.red])
+        return [cell.text for row in (*plans.rows, *rows.rows) for cell in row if cell.red]
+
+    return red
+
+
+def recorded(name: str) -> dict[str, Any]:
+    path = ROOT / "results" / "plan_pod" / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_what_is_missed_is_red(red: Callable[[dict[str, Any]], list[str]]) -> None:
+    figures = recorded("mixtral-v5e-16x16")
+    assert red(figures) == []
+    figures["by_hand"][1]["verdict"] = "missed"
     met = [row["verdict"] for row in figures["by_hand"]].count("met")
-    assert counts == [[], [f"{met}, 0, 1", "missed"]]
+    assert red(figures) == [f"{met}, 0, 1", "missed"]
+
+
+def test_a_search_that_takes_longer_than_its_goal_is_red(
+    red: Callable[[dict[str, Any]], list[str]],
+) -> None:
+    figures = recorded("llama3-8b-h100-8x8") | {"by_hand": []}
+    seconds = figures["elapsed_s"]
+    figures["elapsed_s"] = {**seconds, "with_imports": 59.0}
+    assert red(figures) == []
+    assert "goal" in red({**figures, "resumed": True})[0]  # its time says nothing
+    assert red({**figures, "compiles": 11}) == [f"{figures['candidates']}, 11"]
+    figures["elapsed_s"] = {**seconds, "with_imports": 61.0}
+    (late,) = red(figures)
+    assert "= 61 s (goal: in all 60)" in late
+
+
+def test_what_was_not_compared_says_so(tmp_path: pathlib.Path) -> None:
+    table = pod_page.agreement([])
+    assert [row[0].text for row in table.rows] == [f"{m} on {t}" for m, t in pod_page.PAIRS]
+    assert all(row[1].red for row in table.rows)
+
+
+def test_the_time_since_the_start_holds_what_came_before_main() -> None:
+    code = (
+        "import time; time.sleep(0.3); from experiments.since_start import since_start_s;"
+        "print(since_start_s())"
+    )
+    begin = time.perf_counter()
+    said = float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True))
+    assert 0.3 <= said <= time.perf_counter() - begin + 0.02
