@@ -164,14 +164,16 @@ def _run_here(task: Task, store: Store) -> None:
 
 def _report(store: Store, console: Console) -> None:
     from experiments import pages
-    from experiments.fidelity_parts import plots, report, tables
-    from experiments.fidelity_parts.store import write
+    from experiments.fidelity_parts import peers_page, plots, report, tables
+    from experiments.fidelity_parts.store import read, write
     from experiments.zoo.cases import CASES
 
     results = report.load(store, CASES, MESHES)
     summary = report.summarise(results)
     write(store.results / "summary.json", summary)
     made = tables.all_tables(summary)
+    if peers := read(store.results / "peers.json"):
+        made.append(peers_page.peers_table(peers))
     if _PAGE.value:
         pages.put_into(pathlib.Path(_PAGE.value), pages.as_markdown(made))
     for table in made:

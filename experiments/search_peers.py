@@ -1,16 +1,17 @@
 """How many candidates does the search need, beside strategies that know nothing of layouts?
 
-Question: of the beam search, Optuna's TPE and random search over one space, each begun with the
-  baselines, how many candidates does each need for the best predicted step that the peer finds?
+Question: of the beam search, Optuna's TPE and random search over one space, with one budget, each
+  begun with the baselines: how many candidates does the beam need for the best predicted step that
+  a peer finds, and how many did the peer need?
 Command: python -m experiments.search_peers --cases=decoder,vit     (all the zoo without --cases)
          (needs autoshard[peers,cuda]; --target=v5e:2x4 the extra tpu)
-Cost: rung 1 alone, one core, and Optuna's own time, which grows with the square of its trials. Not
-  yet run to its end: the MLP was not through after ten minutes beside other work.
+Cost: rung 1 alone, one core, and Optuna's own time, which grows with the square of its trials: two
+  to six minutes a case.
 Expected: the beam reaches a peer's best cost with at most a tenth of the peer's candidates.
 
 Costs are rung 1's for --target, which needs no device: the calibration of a shared machine would
-be another each time. Results are added to results/search_peers.json; what is there is not run
-again.
+be another each time. Results are added to results/fidelity/peers.json; what is there is not run
+again. `python -m experiments.fidelity --part=report` puts them on its page.
 """
 
 import json
@@ -22,24 +23,23 @@ from typing import Any
 import jax
 from absl import app, flags
 from rich.console import Console
-from rich.table import Table
 
 from autoshard.pricing import cost_model
 from autoshard.program import trace
-from autoshard.report.words import seconds
 from autoshard.strategy import Beam, Strategy
 from autoshard.subjects import make_subject
 from autoshard.target import find_target
+from experiments.fidelity_parts.peers_page import peers_table
+from experiments.pages import as_rich
 from experiments.peers import Tpe, Uniform
 from experiments.rung1_search import Climb, Known, climb
 from experiments.zoo import cases
 
 _CASES = flags.DEFINE_list("cases", [], "Names of cases; all if empty.")
 _TARGET = flags.DEFINE_string("target", "h100:1x8", "Whose figures rung 1 takes.")
-_BUDGET = flags.DEFINE_integer("budget", 250, "Candidates of the beam, beside the baselines.")
-_PEERS = flags.DEFINE_integer("peers_budget", 1000, "Candidates of each peer.")
+_BUDGET = flags.DEFINE_integer("budget", 600, "Candidates of each, beside the baselines.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of every strategy.")
-_OUT = flags.DEFINE_string("out", "results/search_peers.json", "Where the figures go.")
+_OUT = flags.DEFINE_string("out", "results/fidelity/peers.json", "Where the figures go.")
 
 
 def main(argv: list[str]) -> None:
@@ -60,8 +60,8 @@ def main(argv: list[str]) -> None:
             "date": time.strftime("%Y-%m-%d"),
         }
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        Console().print(_table({key: data["cases"][key]}))
-    Console().print(_table(data["cases"]))
+        Console().print(as_rich(peers_table({"cases": {key: data["cases"][key]}})))
+    Console().print(as_rich(peers_table(data)))
 
 
 def compared(name: str) -> dict[str, Any]:
@@ -71,16 +71,14 @@ def compared(name: str) -> dict[str, Any]:
     subject = make_subject(trace(cases.case(name, "shrunk").workload()), target, "free", None)
     known: Known = {}
     room = target.memory_bytes
-    strategies: dict[str, tuple[Strategy, int]] = {
-        "beam": (Beam(room), _BUDGET.value),
-        "tpe": (Tpe(room), _PEERS.value),
-        "random": (Uniform(), _PEERS.value),
-    }
+    strategies: dict[str, Strategy] = {"beam": Beam(room), "tpe": Tpe(room), "random": Uniform()}
     found = {
-        who: climb(subject, cost, room, strategy, budget, _SEED.value, known)
-        for who, (strategy, budget) in strategies.items()
+        who: climb(subject, cost, room, strategy, _BUDGET.value, _SEED.value, known)
+        for who, strategy in strategies.items()
     }
     return {
+        "budget": _BUDGET.value,
+        "seed": _SEED.value,
         "space": subject.space.size(),
         "baselines": found["beam"].baselines,
         **{who: _row(climbed, found["beam"]) for who, climbed in found.items()},
@@ -96,25 +94,6 @@ def _row(climbed: Climb, beam: Climb) -> dict[str, Any]:
         "beam_candidates": beam.candidates_until(climbed.best_s),
         "cpu_s": climbed.cpu_s,
     }
-
-
-def _table(found: dict[str, Any]) -> Table:
-    """Candidates: those beside the baselines; 0 where no strategy improves on them."""
-    table = Table("case", "strategy", "best step", "with candidates", "the beam with", "share")
-    for key, row in found.items():
-        for who in ("beam", "tpe", "random"):
-            one = row[who]
-            mine, beams = one["candidates"], one["beam_candidates"]
-            share = "-" if not mine or beams is None or who == "beam" else f"{beams / mine:.2f}"
-            table.add_row(
-                key if who == "beam" else "",
-                who,
-                seconds(one["best_s"]),
-                str(mine),
-                "never" if beams is None else str(beams),
-                share,
-            )
-    return table
 
 
 if __name__ == "__main__":

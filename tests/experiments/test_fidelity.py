@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.cost import Correction
 from experiments import pages
-from experiments.fidelity_parts import leave_out, ranks, regret, report, tables
+from experiments.fidelity_parts import leave_out, peers_page, ranks, regret, report, tables
 from experiments.fidelity_parts.goals import GOALS
 from tests.experiments import fidelity_data as data
 from tests.experiments.fidelity_data import program
@@ -281,6 +281,20 @@ def test_tables_go_between_the_markers_of_a_page(tmp_path: pathlib.Path) -> None
     page.write_text("no markers")
     with pytest.raises(ValueError, match="without the lines"):
         pages.put_into(page, made)
+
+
+def test_a_peer_that_the_beam_does_not_beat_by_ten_is_red() -> None:
+    def row(candidates: int, beam: int | None) -> dict[str, float | int | None]:
+        return {"best_s": 1.0, "candidates": candidates, "beam_candidates": beam}
+
+    case = {"budget": 600, "beam": row(9, 9), "tpe": row(500, 50), "random": row(0, 0)}
+    table = peers_page.peers_table({"cases": {"mlp on x": case}})
+    assert not any(cell.red for line in table.rows for cell in line)
+    assert "500, 50 (0.10)" in [cell.text for cell in table.rows[0]]
+    for worse in (row(500, 51), row(600, None)):
+        table = peers_page.peers_table({"cases": {"mlp on x": {**case, "tpe": worse}}})
+        assert [cell.red for line in table.rows for cell in line].count(True) == 2
+    assert "600, never" in [cell.text for cell in table.rows[0]]
 
 
 def test_plots_are_drawn_from_the_results(tmp_path: pathlib.Path) -> None:

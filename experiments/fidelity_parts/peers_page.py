@@ -1,0 +1,58 @@
+"""The table of search baselines: how many candidates the beam needs for what a peer finds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.report.words import seconds
+from experiments.pages import Cell, Table
+
+SHARE = 0.1
+"""Goal: the beam needs at most so many times a peer's candidates for the peer's best."""
+
+_PEERS = {"tpe": "TPE", "random": "random"}
+
+
+def peers_table(found: Mapping[str, Any]) -> Table:
+    """One row for each case; candidates are those beside the baselines, which all begin with.
+
+    Args:
+      found: what `experiments.search_peers` wrote.
+    """
+    cases = found["cases"]
+    rows: list[tuple[Cell, ...]] = []
+    for case, one in cases.items():
+        cells = [Cell(case), Cell(str(one["budget"])), Cell(seconds(one["beam"]["best_s"]))]
+        for who in _PEERS:
+            cells += _against(one[who])
+        rows.append(tuple(cells))
+    last = [Cell(f"goal: at most {SHARE}"), Cell(""), Cell("")]
+    for who in _PEERS:
+        met = sum(meets(one[who]) for one in cases.values())
+        last += [Cell(""), Cell(f"met: {met} of {len(cases)}", red=met < len(cases))]
+    rows.append(tuple(last))
+    heads = [
+        head
+        for name in _PEERS.values()
+        for head in (f"{name}'s best", f"{name}'s candidates, the beam's for as good (share)")
+    ]
+    return Table(
+        title="Search baselines: candidates until the best predicted step",
+        heads=("case", "budget", "the beam's best", *heads),
+        rows=tuple(rows),
+    )
+
+
+def meets(peer: Mapping[str, Any]) -> bool:
+    """Whether the beam was as good with a tenth of the peer's candidates.
+
+    Where the peer found nothing better than the baselines, the beam needs none either.
+    """
+    beam = peer["beam_candidates"]
+    return beam is not None and beam <= SHARE * peer["candidates"]
+
+
+def _against(peer: Mapping[str, Any]) -> list[Cell]:
+    own, beam = peer["candidates"], peer["beam_candidates"]
+    share = f" ({beam / own:.2f})" if own and beam is not None else ""
+    said = f"{own}, {'never' if beam is None else beam}{share}"
+    return [Cell(seconds(peer["best_s"])), Cell(said, red=not meets(peer))]
