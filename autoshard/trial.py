@@ -69,6 +69,7 @@ class Estimate:
       rung: which rung says it.
       time_s: predicted step time, seconds.
       compute_s, communication_s: the two parts of it (not overlapped unless the model says so).
+      exposed_s: communication that no kernel hides, seconds; None in records that do not say.
       peak_memory_bytes: arguments, outputs not aliased to them, and temporaries at the peak.
       state_bytes: the part of it that the state alone takes.
       flops: floating-point operations a device executes, loop trips included.
@@ -76,7 +77,9 @@ class Estimate:
       op_count: kernels a device launches, loop trips included.
       collectives: every communicating operation.
       dropped: sentences on what divisibility took away.
-      unmodelled: (what, share of the time it may hide); empty means everything was modelled.
+      unmodelled: (what, share of time_s in 0..1 that its known part takes; 0 where nothing of it
+        is priced); empty means everything was modelled.
+      assumptions: sentences on what had to be assumed.
       warnings: the partitioner's warnings of bad reshards, one line each.
       elapsed_s: what the judgement cost.
     """
@@ -93,8 +96,10 @@ class Estimate:
     collectives: tuple[Collective, ...] = ()
     dropped: tuple[str, ...] = ()
     unmodelled: tuple[tuple[str, float], ...] = ()
+    assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     elapsed_s: float = 0.0
+    exposed_s: float | None = None
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes communicated a step and device, by kind of collective."""

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 
@@ -36,8 +37,10 @@ ESTIMATE = Estimate(
     ),
     dropped=("a sentence",),
     unmodelled=(("custom call f", 0.25),),
+    assumptions=("a loop runs once",),
     warnings=("a warning",),
     elapsed_s=0.125,
+    exposed_s=0.0625,
 )
 MEASUREMENT = Measurement(
     samples_s=(0.1, 0.2, 0.15),
@@ -65,6 +68,13 @@ def written(path, *, close=True):
 @pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda o: type(o).__name__)
 def test_outcomes_survive_json(outcome):
     assert outcome_from_json(json.loads(json.dumps(outcome_to_json(outcome)))) == outcome
+
+
+def test_estimates_from_before_assumptions_were_kept_are_read():
+    old = outcome_to_json(ESTIMATE)
+    del old["assumptions"], old["exposed_s"]
+    read = outcome_from_json(json.loads(json.dumps(old)))
+    assert read == dataclasses.replace(ESTIMATE, assumptions=(), exposed_s=None)
 
 
 def test_a_missing_field_or_an_unknown_kind_is_told():
