@@ -49,7 +49,13 @@ def outcome_from_json(data: dict[str, object]) -> Outcome:
         if data["is"] == "estimate":
             rest["rung"] = Rung(str(rest["rung"]))
             rest["collectives"] = tuple(
-                Collective(**{**c, "mesh_axes": tuple(c["mesh_axes"])})
+                Collective(
+                    **{
+                        **c,
+                        "mesh_axes": tuple(c["mesh_axes"]),
+                        "members": tuple(c.get("members", ())),
+                    }
+                )
                 for c in rest["collectives"]  # type: ignore[attr-defined]
             )
             rest["unmodelled"] = tuple((w, s) for w, s in rest["unmodelled"])  # type: ignore[attr-defined]

@@ -42,11 +42,13 @@ class Collective:
     Attributes:
       kind: all_reduce, all_gather, reduce_scatter, all_to_all or collective_permute.
       group_size: devices that take part together.
-      mesh_axes: the mesh axes the group runs over; empty where groups are no product of axes.
+      mesh_axes: the mesh axes the group runs over, or parts of them (`"x":(2)4`, see `subaxes`);
+        empty where groups are no product of them.
       bytes: payload of one execution on one device, in bytes: the larger of the local operand and
         the local result.
       count: executions in one step, loop trips included.
       source: where in the user's step it comes from, `file:line` or an operation name; may be "".
+      members: of a group that is no product of axes, the places in the mesh; else empty.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Collective:
     bytes: int
     count: int
     source: str = ""
+    members: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> int:

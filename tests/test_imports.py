@@ -11,7 +11,7 @@ PACKAGE = ROOT / "autoshard"
 
 LAYERS = (
     {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"}
-    | {"catalogue", "topology"},
+    | {"catalogue", "topology", "subaxes"},
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips"}
     | {"analysis", "small", "specs", "written", "meshes", "fix", "space", "partitioned"}
