@@ -1,11 +1,13 @@
 """Calibration: short measurements on a live target that give the cost model its constants.
 
-A matrix product, a chain of transcendental operations, a copy, many tiny kernels, a block too large
-for the allocator to keep, and each collective in the smallest and the largest group. All samples
-are taken in rounds over every probe, and the least of each is used: what else runs on the machine
-only ever adds time, and on a busy one the medians of a probe and of the empty program that is taken
-off it can come in the wrong order. What is kept is a JSON file with the date and a digest; a target
-is calibrated once.
+Matrix products, a chain of transcendental operations, a copy (`probes`), many tiny kernels, a block
+too large for the allocator to keep, and each collective in the smallest and the largest group. What
+is not measured on an accelerator comes from its catalogue entry, where it has one: the clock of the
+compiler's estimates, and the rates of other dtypes than bf16 and f32. All samples are taken in
+rounds over every probe, and the least of each is used: what else runs on the machine only ever adds
+time, and on a busy one the medians of a probe and of the empty program that is taken off it can
+come in the wrong order. What is kept is a JSON file with the date and a digest; a target is
+calibrated once.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import datetime
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import time
@@ -23,61 +26,53 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autoshard.catalogue import Chip, catalogue
+from autoshard.compat.device_order import known_kind
 from autoshard.cost import FRESH_FROM_BYTES, GATHERS_AT_ONCE, KINDS, Constants, LinkCost
+from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 5
-_ROUNDS = 5
+REVISION = 6
+_ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
+_LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
 _FRESH_DEVICES = 8  # enough to keep every core busy; on all of a large mesh it would be gigabytes
-_SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device
+_SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device of a fake mesh
+_LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a dispatch
 
 
 def calibrate(target: Target) -> Constants:
-    """Measures a target, a few seconds."""
+    """Measures a target: a few seconds, on an accelerator up to a minute with the compiles."""
     n = target.device_count
     mesh = target.mesh((("x", n),) if n > 1 else ())
     few = min(n, _FRESH_DEVICES)
 
-    def jit(
-        function: Callable[..., jax.Array], *shape: int, mesh: Mesh = mesh
-    ) -> Callable[[], object]:
-        over = NamedSharding(mesh, PartitionSpec("x"))
-        shape = (mesh.size, *shape)
-        array = jax.jit(lambda: jnp.full(shape, 0.5, jnp.float32), out_shardings=over)()
-        compiled = jax.jit(function, out_shardings=over).lower(array).compile()
-        return lambda: jax.block_until_ready(compiled(array))
-
-    side = 384
     width = 1 << 20
-    probes: dict[object, Callable[[], object]] = {
-        "nothing": jit(lambda x: x + 1.0, 8),
-        "product": jit(lambda x: jnp.einsum("nij,njk->nik", x, x), side, side),
-        "elements": jit(lambda x: jnp.tanh(x * 0.5 + 1.0) * x + jnp.exp(-x), width // 4),
-        "copy": jit(lambda x: x * 1.5, width),
-        "kernels": jit(_many_products, 8, 8),
+    probes: dict[object, Run] = {
+        "nothing": program(lambda x: x + 1.0, mesh, 8),
+        "kernels": program(_many_products, mesh, 8, 8),
     }
     shared = target.shared_host
+    small, large = _SMALL, _LARGE
     if shared:
+        sized = on_host(mesh)
         some = Mesh(np.array(target.devices[:few]), ("x",))
-        probes["nothing of few"] = jit(lambda x: x + 1.0, 8, mesh=some)
-        probes["kept"] = jit(_written(width), 8, mesh=some)
-        probes["fresh"] = jit(_written(FRESH_FROM_BYTES // 4 + width), 8, mesh=some)
+        probes["nothing of few"] = program(lambda x: x + 1.0, some, 8)
+        probes["kept"] = program(_written(width), some, 8)
+        probes["fresh"] = program(_written(FRESH_FROM_BYTES // 4 + width), some, 8)
+    else:
+        idle_s = least_of_rounds({"nothing": probes["nothing"]})["nothing"]
+        sized = on_accelerator(mesh, target.memory_bytes, idle_s)
+        # An all-gather holds one part of each device, and what is made of them.
+        large = fitting(_LARGEST, 16 * n, target.memory_bytes // 4)
+    probes |= {name: probe.run for name, probe in sized.items()}
     groups = sorted({2, n} & set(range(2, n + 1))) if n > 1 else []
     for group in groups:
         for kind in KINDS:
-            for size in (_SMALL, _LARGE):
+            for size in (small, large):
                 probes[kind, group, size] = _collective(target, kind, group, size)
-    samples: dict[object, list[float]] = {name: [] for name in probes}
-    for probe in probes.values():
-        probe()
-    for _ in range(_ROUNDS):
-        for name, probe in probes.items():
-            start = time.perf_counter()
-            probe()
-            samples[name].append(time.perf_counter() - start)
-    seconds = {name: min(s) for name, s in samples.items()}
+    seconds = least_of_rounds(probes)
     idle = seconds["nothing"]
 
     def above(name: object) -> float:
@@ -86,23 +81,26 @@ def calibrate(target: Target) -> Constants:
     links = []
     for group in groups:
         for kind in KINDS:
-            small, large = (
-                max(seconds[kind, group, s] - idle, 1e-7) / _REPEATS for s in (_SMALL, _LARGE)
+            short, long = (
+                max(seconds[kind, group, s] - idle, 1e-7) / _REPEATS for s in (small, large)
             )
             payload = {"all_gather": group}.get(kind, 1)
-            s_per_byte = max(large - small, 1e-12) / ((_LARGE - _SMALL) * 4 * payload)
-            latency = max(small - s_per_byte * _SMALL * 4 * payload, 1e-7)
+            s_per_byte = max(long - short, 1e-12) / ((large - small) * 4 * payload)
+            latency = max(short - s_per_byte * small * 4 * payload, 1e-7)
             links.append(
                 LinkCost(kind=kind, group_size=group, latency_s=latency, s_per_byte=s_per_byte)
             )
     # On a shared host the rates are the host's: the work of all devices over the elapsed time.
     work = n if shared else 1
+    rates = {name: work * probe.amount / above(name) for name, probe in sized.items()}
+    chip = None if shared else chip_of_kind(target.device_kind)
     return Constants(
         device=target.device_kind,
         device_count=n,
-        contract_flops_per_s=work * 2.0 * side**3 / above("product"),
-        element_flops_per_s=work * 7.0 * (width // 4) / above("elements"),
-        bandwidth_bytes_per_s=work * 8.0 * width / above("copy"),
+        contract_flops_per_s=rates["product" if shared else "product f32"],
+        contract_by_dtype=() if shared else rates_by_dtype(rates, chip),
+        element_flops_per_s=rates["elements"],
+        bandwidth_bytes_per_s=rates["copy"],
         launch_s=above("kernels") / (2 * _TINY * work),
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
@@ -110,7 +108,48 @@ def calibrate(target: Target) -> Constants:
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),
         links=tuple(links),
         date=datetime.date.today().isoformat(),
+        clock_hz=chip.clock_hz.value if chip and chip.clock_hz else 0.0,
+        source=f"{chip.name} {chip.digest}" if chip else "",
     )
+
+
+def chip_of_kind(device_kind: str) -> Chip | None:
+    """The built-in catalogue's entry of a live device, None where it has none."""
+    kind = known_kind(device_kind)
+    chips = (chip for chip in catalogue().values() if known_kind(chip.device_kind) == kind)
+    return next(chips, None)
+
+
+def rates_by_dtype(
+    measured: Mapping[str, float], chip: Chip | None
+) -> tuple[tuple[str, float], ...]:
+    """Operations a second of products by dtype, sorted: as measured, or as catalogued.
+
+    Args:
+      measured: with entries "product bf16" and "product f32".
+      chip: what it says of other dtypes is taken to be reached as far as bf16 reaches its own peak.
+    """
+    found = {name: measured[f"product {name}"] for name in ("bf16", "f32")}
+    if chip is not None:
+        reached = found["bf16"] / chip.flops["bf16"].value
+        found = {dtype: figure.value * reached for dtype, figure in chip.flops.items()} | found
+    return tuple(sorted(found.items()))
+
+
+def least_of_rounds(
+    probes: Mapping[object, Run], clock: Callable[[], float] = time.perf_counter
+) -> dict[object, float]:
+    """Seconds of each probe: the least of its samples, taken in rounds over all of them."""
+    seconds = dict.fromkeys(probes, math.inf)
+    for probe in probes.values():
+        probe()
+    for number in range(_ROUNDS):
+        for name, probe in probes.items():
+            if number < _FEW_ROUNDS or seconds[name] < _LONG_S:
+                start = clock()
+                probe()
+                seconds[name] = min(seconds[name], clock() - start)
+    return seconds
 
 
 def fresh_s_per_byte(seconds: Mapping[object, float], devices: int, kept_bytes: int) -> float:
@@ -151,7 +190,7 @@ def _forms_reduce_scatter(target: Target) -> bool:
     return "reduce-scatter" in (product.compile().as_text() or "")
 
 
-def _collective(target: Target, kind: str, group: int, size: int) -> Callable[[], object]:
+def _collective(target: Target, kind: str, group: int, size: int) -> Run:
     """A program that runs one collective `_REPEATS` times, each on the result of the last."""
     n = target.device_count
     mesh = target.mesh((("y", n // group), ("x", group)) if group < n else (("x", n),))
@@ -189,6 +228,7 @@ def calibrated(target: Target, folder: str | os.PathLike[str] | None = None) -> 
       folder: where calibrations are kept; default `~/.cache/autoshard`.
     """
     keep = pathlib.Path(folder) if folder is not None else pathlib.Path.home() / ".cache/autoshard"
+    chip = None if target.shared_host else chip_of_kind(target.device_kind)
     identity = "|".join(
         [
             str(REVISION),
@@ -197,6 +237,7 @@ def calibrated(target: Target, folder: str | os.PathLike[str] | None = None) -> 
             str(target.device_count),
             jax.__version__,
             _host(),
+            chip.digest if chip else "",
         ]
     )
     path = keep / f"calibration-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"

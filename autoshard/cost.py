@@ -23,7 +23,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 9
+MODEL_REVISION = 10
 """Part of every journal key.
 
 Raise it when a change here, to sites, or to which constraints `constraints.told` keeps changes
@@ -226,7 +226,7 @@ class CostModel:
         if one.group_size <= 1:
             return 0.0
         if self._network is not None:
-            spans = self._network.spans(one.mesh_axes, one.group_size, mesh)
+            spans = self._network.spans(one.mesh_axes, one.group_size, mesh, one.members)
             return collective_s(one.kind, spans, one.bytes) * self.correction.communication
         links = self._links.get(one.kind) or self._links.get("all_gather")
         if not links:

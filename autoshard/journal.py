@@ -49,11 +49,18 @@ def outcome_from_json(data: dict[str, object]) -> Outcome:
         if data["is"] == "estimate":
             rest["rung"] = Rung(str(rest["rung"]))
             rest["collectives"] = tuple(
-                Collective(**{**c, "mesh_axes": tuple(c["mesh_axes"])})
+                Collective(
+                    **{
+                        **c,
+                        "mesh_axes": tuple(c["mesh_axes"]),
+                        "members": tuple(c.get("members", ())),
+                    }
+                )
                 for c in rest["collectives"]  # type: ignore[attr-defined]
             )
             rest["unmodelled"] = tuple((w, s) for w, s in rest["unmodelled"])  # type: ignore[attr-defined]
-            for name in ("dropped", "warnings"):
+            rest.setdefault("assumptions", ())  # not in files from before there were any
+            for name in ("dropped", "warnings", "assumptions"):
                 rest[name] = tuple(rest[name])  # type: ignore[arg-type]
             return Estimate(**rest)  # type: ignore[arg-type]
         if data["is"] == "measurement":

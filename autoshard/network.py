@@ -15,11 +15,10 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from autoshard.catalogue import Link
 from autoshard.compat.device_order import device_order
 from autoshard.layout import MeshShape
+from autoshard.subaxes import places_of_axes
 from autoshard.topology import Position, Topology
 
 
@@ -73,23 +72,25 @@ class Network:
         self._topology = topology
         self._known: dict[object, tuple[Span, ...]] = {}
 
-    def spans(self, axes: tuple[str, ...], size: int, mesh: MeshShape) -> tuple[Span, ...]:
+    def spans(
+        self, axes: tuple[str, ...], size: int, mesh: MeshShape, members: tuple[int, ...] = ()
+    ) -> tuple[Span, ...]:
         """The levels of links that a group runs over, innermost first.
 
         Args:
-          axes: mesh axes, or parts of them, the group runs over; () where it is no product of axes:
-            then its members are taken to be spread evenly over all devices.
+          axes: mesh axes, or parts of them, the group runs over; () where it is no product of axes.
           size: devices of the group.
           mesh: (mesh axis, size) pairs, major to minor; they decide which device stands where.
+          members: places in the mesh of one group that is no product of axes; without them such a
+            group is taken to be spread evenly over all devices.
         """
-        key = (axes, size, mesh)
+        key = (axes, size, mesh, members)
         if key not in self._known:
             count = self._topology.device_count
-            group = (
-                places_of_axes(axes, mesh)
-                if axes
-                else tuple(k * count // size for k in range(size))
-            )
+            if axes:
+                group = places_of_axes(axes, mesh)
+            else:
+                group = members or tuple(k * count // size for k in range(size))
             self._known[key] = self._levels([self._order(mesh)[place] for place in group])
         return self._known[key]
 
@@ -172,27 +173,3 @@ def _switch(link: Link, ways: int) -> Span:
         steps=math.ceil(math.log2(ways)),
         crossing=(1 - 1 / ways) / link.bandwidth.value,
     )
-
-
-def places_of_axes(axes: tuple[str, ...], mesh: MeshShape) -> tuple[int, ...]:
-    """Places in the mesh, row-major, of the first group over some mesh axes or parts (`"x":(2)4`).
-
-    A part `(p)n` of an axis is the n places that follow each other at a distance of what is minor
-    to it, p being what is major to it (Shardy's sub-axes).
-    """
-    sizes = [n for _, n in mesh]
-    strides = {name: math.prod(sizes[i + 1 :]) for i, (name, _) in enumerate(mesh)}
-    whole = dict(mesh)
-    found = np.zeros(1, dtype=int)
-    for axis in axes:
-        name, n, step = axis, 0, 1
-        if ":(" in axis:
-            name, _, part = axis.partition(":(")
-            name = name.strip('"')
-            before, _, size = part.partition(")")
-            n = int(size)
-            step = whole[name] // (int(before) * n)
-        else:
-            n = whole[name]
-        found = (found[:, None] + np.arange(n) * step * strides[name]).reshape(-1)
-    return tuple(int(i) for i in found)

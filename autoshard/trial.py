@@ -42,11 +42,13 @@ class Collective:
     Attributes:
       kind: all_reduce, all_gather, reduce_scatter, all_to_all or collective_permute.
       group_size: devices that take part together.
-      mesh_axes: the mesh axes the group runs over; empty where groups are no product of axes.
+      mesh_axes: the mesh axes the group runs over, or parts of them (`"x":(2)4`, see `subaxes`);
+        empty where groups are no product of them.
       bytes: payload of one execution on one device, in bytes: the larger of the local operand and
         the local result.
       count: executions in one step, loop trips included.
       source: where in the user's step it comes from, `file:line` or an operation name; may be "".
+      members: of a group that is no product of axes, the places in the mesh; else empty.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Collective:
     bytes: int
     count: int
     source: str = ""
+    members: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -69,6 +72,7 @@ class Estimate:
       rung: which rung says it.
       time_s: predicted step time, seconds.
       compute_s, communication_s: the two parts of it (not overlapped unless the model says so).
+      exposed_s: communication that no kernel hides, seconds; None in records that do not say.
       peak_memory_bytes: arguments, outputs not aliased to them, and temporaries at the peak.
       state_bytes: the part of it that the state alone takes.
       flops: floating-point operations a device executes, loop trips included.
@@ -76,7 +80,9 @@ class Estimate:
       op_count: kernels a device launches, loop trips included.
       collectives: every communicating operation.
       dropped: sentences on what divisibility took away.
-      unmodelled: (what, share of the time it may hide); empty means everything was modelled.
+      unmodelled: (what, share of time_s in 0..1 that its known part takes; 0 where nothing of it
+        is priced); empty means everything was modelled.
+      assumptions: sentences on what had to be assumed.
       warnings: the partitioner's warnings of bad reshards, one line each.
       elapsed_s: what the judgement cost.
     """
@@ -93,8 +99,10 @@ class Estimate:
     collectives: tuple[Collective, ...] = ()
     dropped: tuple[str, ...] = ()
     unmodelled: tuple[tuple[str, float], ...] = ()
+    assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     elapsed_s: float = 0.0
+    exposed_s: float | None = None
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes communicated a step and device, by kind of collective."""

@@ -22,15 +22,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags
 from rich.console import Console
 from rich.table import Table
 
 import autoshard
-from autoshard.catalogue import Chip, catalogue
+from autoshard.calibrate import calibrated, chip_of_kind
+from autoshard.catalogue import Chip
 from autoshard.compat.compilers import compiler_version
+from autoshard.cost import Constants
 from autoshard.report.words import mebibytes, seconds
+from autoshard.target import find_target
 from autoshard.trial import Estimate, Measurement
 from experiments import sizes, tasks
 
@@ -55,7 +57,7 @@ def main(argv: list[str]) -> None:
     chip = chip_of(device.device_kind)
     run = pathlib.Path(_RUN.value)
     run.mkdir(parents=True, exist_ok=True)
-    measured = measured_rates()
+    measured = measured_rates(calibrated(find_target([device]), run))
     (run / "hardware.toml").write_text(corrected(chip, measured), encoding="utf-8")
     rows: list[dict[str, Any]] = []
     for name, model_fn in programs().items():
@@ -104,10 +106,10 @@ def chip_of(device_kind: str) -> Chip:
     Raises:
       SystemExit: there is none.
     """
-    for chip in catalogue().values():
-        if chip.device_kind == device_kind:
-            return chip
-    sys.exit(f"{device_kind!r} is not in the catalogue; docs/catalogue.md says how to add a chip")
+    chip = chip_of_kind(device_kind)
+    if chip is None:
+        sys.exit(f"{device_kind!r} is not in the catalogue; docs/catalogue.md says how to add it")
+    return chip
 
 
 def programs() -> dict[str, Callable[..., autoshard.Workload]]:
@@ -123,49 +125,40 @@ def programs() -> dict[str, Callable[..., autoshard.Workload]]:
     return found
 
 
-def measured_rates() -> dict[str, float]:
-    """What one device does: products by dtype in FLOP/s, memory in bytes/s."""
-    side, width = 8192, 1 << 28
-    found = {}
-    for name, dtype in (("bf16", jnp.bfloat16), ("f32", jnp.float32)):
-        a = jnp.full((side, side), 0.5, dtype)
-        found[f"flops.{name}"] = 2.0 * side**3 / _fastest(jax.jit(lambda x: x @ x), a)
-    x = jnp.full((width,), 0.5, jnp.float32)
-    found["memory_bandwidth"] = 2 * x.nbytes / _fastest(jax.jit(lambda x: x * 1.5), x)
-    return found
-
-
-def _fastest(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """Seconds of one call: the least of the means of some rounds of calls."""
-    jax.block_until_ready(function(x))
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(10):
-            y = function(x)
-        jax.block_until_ready(y)
-        best = min(best, (time.perf_counter() - start) / 10)
-    return best
+def measured_rates(constants: Constants) -> dict[str, float]:
+    """What a calibration measured, by the names of the catalogue's fields."""
+    by_dtype = dict(constants.contract_by_dtype)
+    return {
+        "flops.bf16": by_dtype["bf16"],
+        "flops.f32": by_dtype["f32"],
+        "element_flops": constants.element_flops_per_s,
+        "memory_bandwidth": constants.bandwidth_bytes_per_s,
+        "launch_s": constants.launch_s,
+    }
 
 
 def corrected(chip: Chip, measured: dict[str, float]) -> str:
     """A catalogue file with the measured rates in place of the listed ones."""
     today = time.strftime("%Y-%m-%d")
     source = f'source = "measured by scripts/gpu_check", date = "{today}"'
-    flops = [
-        f"{name.removeprefix('flops.')} = {{ value = {value:.4g}, {source} }}"
+    lines = {
+        name: f"{name.removeprefix('flops.')} = {{ value = {value:.4g}, {source} }}"
         for name, value in measured.items()
-        if name.startswith("flops.")
-    ]
-    bandwidth = f"memory_bandwidth = {{ value = {measured['memory_bandwidth']:.4g}, {source} }}"
+    }
+    flops = [line for name, line in lines.items() if name.startswith("flops.")]
+    others = [line for name, line in lines.items() if not name.startswith("flops.")]
     head, table = f"[chip.{chip.name}]", f"[chip.{chip.name}.flops]"
-    return "\n".join([head, bandwidth, "", table, *flops, ""])
+    return "\n".join([head, *others, "", table, *flops, ""])
 
 
 def _listed(chip: Chip, name: str) -> float:
     if name.startswith("flops."):
         return chip.flops[name.removeprefix("flops.")].value
-    return chip.memory_bandwidth.value
+    return {
+        "element_flops": chip.element_flops,
+        "memory_bandwidth": chip.memory_bandwidth,
+        "launch_s": chip.launch_s,
+    }[name].value
 
 
 def _row(

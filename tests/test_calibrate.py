@@ -1,13 +1,23 @@
 """Calibration: kept in a file, used again as it is, measured anew when the file is no good."""
 
+import dataclasses
+import functools
 import json
 
 import jax
 import pytest
 
 from autoshard import calibrate
-from autoshard.calibrate import calibrated, fresh_s_per_byte
+from autoshard.calibrate import (
+    calibrated,
+    chip_of_kind,
+    fresh_s_per_byte,
+    least_of_rounds,
+    rates_by_dtype,
+)
+from autoshard.catalogue import catalogue
 from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants
+from autoshard.probes import Effort, on_accelerator
 from autoshard.target import find_target
 
 TARGET = find_target(jax.devices())
@@ -41,6 +51,70 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     }
     assert all(x.latency_s > 0 and x.s_per_byte > 0 for x in constants.links)
     assert Constants.from_json(json.loads(json.dumps(constants.to_json()))) == constants
+
+
+def test_the_least_of_many_samples_counts_and_what_takes_long_has_few():
+    now, taken = [0.0], {"quick": [3e-3] * 16, "long": [0.3] * 16, "disturbed": [0.9] * 16}
+    taken["quick"][12] = 1e-3
+    taken["long"][3] = 0.2
+    taken["disturbed"][5] = 0.01  # its fifth sample: the first run of each is not counted
+    runs = dict.fromkeys(taken, 0)
+
+    def probe(name):
+        now[0] += taken[name][runs[name]]
+        runs[name] += 1
+
+    seconds = least_of_rounds(
+        {name: functools.partial(probe, name) for name in taken}, lambda: now[0]
+    )
+    assert seconds == pytest.approx({"quick": 1e-3, "long": 0.2, "disturbed": 0.01})
+    assert runs == {"quick": 16, "long": 6, "disturbed": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("TPU v5p", "v5p"),
+        ("TPU v5", "v5p"),
+        ("TPU v5e", "v5e"),
+        ("GeForce 256", None),
+        ("cpu", None),
+    ],
+)
+def test_a_live_device_has_its_entry_in_the_catalogue(kind, name):
+    chip = chip_of_kind(kind)
+    assert (chip.name if chip else None) == name
+
+
+def test_rates_of_other_dtypes_are_reached_as_far_as_that_of_bf16():
+    chip = catalogue()["h100"]
+    measured = {"product bf16": chip.flops["bf16"].value / 2, "product f32": 1e14}
+    found = dict(rates_by_dtype(measured, chip))
+    assert found["bf16"] == measured["product bf16"] and found["f32"] == 1e14
+    assert found["f8"] == pytest.approx(chip.flops["f8"].value / 2)
+    assert set(found) == set(chip.flops)
+    assert rates_by_dtype(measured, None) == (("bf16", found["bf16"]), ("f32", 1e14))
+
+
+def test_an_accelerator_has_its_clock_and_other_dtypes_from_the_catalogue(monkeypatch):
+    live = dataclasses.replace(
+        find_target(jax.devices()[:2]), shared_host=False, device_kind="TPU v5e"
+    )
+    little = Effort(floor_s=0.0, side=64, elements=256, copy_bytes=1024)
+    monkeypatch.setattr(
+        calibrate, "on_accelerator", functools.partial(on_accelerator, effort=little)
+    )
+    monkeypatch.setattr(calibrate, "_LARGEST", 1 << 14)
+    found = calibrate.calibrate(live)
+    chip = catalogue()["v5e"]
+    assert not found.shared and found.clock_hz == chip.clock_hz.value
+    assert chip.digest in found.source
+    rates = dict(found.contract_by_dtype)
+    assert set(rates) == set(chip.flops)
+    assert found.contract_flops_per_s == rates["f32"] > 0
+    assert found.element_flops_per_s > 0 and found.bandwidth_bytes_per_s > 0
+    assert {x.group_size for x in found.links} == {2}
 
 
 def test_a_byte_of_a_fresh_block_costs_what_a_kept_one_does_not():

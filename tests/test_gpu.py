@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.calibrate import calibrate
+from autoshard.calibrate import calibrate, chip_of_kind
 from autoshard.target import find_target
 from autoshard.trial import Measurement
 from tests import workloads
@@ -40,6 +40,15 @@ def test_a_search_measures_on_the_gpu_and_the_plan_runs(gpus, tmp_path) -> None:
 
 
 def test_calibration_finds_rates_a_gpu_may_have(gpus) -> None:
+    chip = chip_of_kind(gpus[0].device_kind)
+    if chip is None:
+        pytest.skip(f"{gpus[0].device_kind} is not in the catalogue: nothing to compare with")
     constants = calibrate(find_target(gpus[:1]))
-    assert 1e11 < constants.contract_flops_per_s < 1e17
-    assert 1e10 < constants.bandwidth_bytes_per_s < 1e14
+    rates = dict(constants.contract_by_dtype)
+    assert constants.contract_flops_per_s == rates["f32"]
+    for dtype in ("bf16", "f32"):
+        assert 0.2 < rates[dtype] / chip.flops[dtype].value < 1.1, dtype
+    assert 0.2 < constants.bandwidth_bytes_per_s / chip.memory_bandwidth.value < 1.1
+    # A mix of operations, of which some are many instructions.
+    assert 0.005 < constants.element_flops_per_s / chip.element_flops.value < 1.1
+    assert 1e-7 < constants.launch_s < 1e-4

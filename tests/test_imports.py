@@ -11,11 +11,11 @@ PACKAGE = ROOT / "autoshard"
 
 LAYERS = (
     {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"}
-    | {"catalogue", "topology"},
+    | {"catalogue", "topology", "subaxes"},
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips"}
     | {"analysis", "small", "specs", "written", "meshes", "fix", "space", "partitioned"}
-    | {"constraints", "lowering", "cost", "calibrate", "network", "pricing"},
+    | {"constraints", "lowering", "cost", "calibrate", "probes", "network", "pricing"},
     {"rungs", "strategy", "promote"},
     {"driver"},
     {"subjects", "plan", "plan_file", "validity", "evaluation", "report", "no_plan", "knob_advice"},

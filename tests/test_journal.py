@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 
@@ -33,11 +34,14 @@ ESTIMATE = Estimate(
         Collective(
             kind="all_reduce", group_size=4, mesh_axes=("x", "y"), bytes=8, count=2, source="a.py:3"
         ),
+        Collective(kind="all_gather", group_size=2, mesh_axes=(), bytes=8, count=1, members=(0, 3)),
     ),
     dropped=("a sentence",),
     unmodelled=(("custom call f", 0.25),),
+    assumptions=("a loop runs once",),
     warnings=("a warning",),
     elapsed_s=0.125,
+    exposed_s=0.0625,
 )
 MEASUREMENT = Measurement(
     samples_s=(0.1, 0.2, 0.15),
@@ -65,6 +69,18 @@ def written(path, *, close=True):
 @pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda o: type(o).__name__)
 def test_outcomes_survive_json(outcome):
     assert outcome_from_json(json.loads(json.dumps(outcome_to_json(outcome)))) == outcome
+
+
+def test_estimates_from_before_assumptions_were_kept_are_read():
+    old = outcome_to_json(ESTIMATE)
+    del old["assumptions"], old["exposed_s"]
+    for one in old["collectives"]:
+        del one["members"]
+    read = outcome_from_json(json.loads(json.dumps(old)))
+    collectives = tuple(dataclasses.replace(c, members=()) for c in ESTIMATE.collectives)
+    assert read == dataclasses.replace(
+        ESTIMATE, assumptions=(), exposed_s=None, collectives=collectives
+    )
 
 
 def test_a_missing_field_or_an_unknown_kind_is_told():

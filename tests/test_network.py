@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.network import Network, collective_s, places_of_axes
+from autoshard.network import Network, collective_s
+from autoshard.subaxes import places_of_axes
 from autoshard.topology import Topology
 from tests.hardware import gpu, link, tpu
 
@@ -102,11 +103,28 @@ def test_parts_of_axes_are_places() -> None:
     assert places_of_axes(('"y":(1)2',), mesh) == (0, 4)
     assert places_of_axes(('"y":(2)4',), mesh) == (0, 1, 2, 3)
     assert places_of_axes(("x", '"y":(4)2'), mesh) == (0, 1, 8, 9)
+    both = ('"x":(2)3', '"y":(2)2')
+    assert places_of_axes(both, (("x", 6), ("y", 4))) == (0, 1, 4, 5, 8, 9)
 
 
-def test_groups_that_are_no_product_of_axes_are_spread_out() -> None:
+def test_groups_that_are_no_product_of_axes_cost_what_their_members_do() -> None:
+    network, mesh = Network(gpu(4, 8)), (("x", 32),)
+    (inside,) = network.spans((), 4, mesh, (0, 2, 3, 7))
+    (across,) = network.spans((), 4, mesh, (0, 9, 17, 31))
+    assert (inside.ways, inside.bandwidth) == (4, 1e9)
+    assert (across.ways, across.bandwidth) == (4, 1e8)
+
+
+def test_groups_of_which_the_members_are_not_known_are_spread_out() -> None:
     spans = Network(gpu(4, 8)).spans((), 4, (("x", 32),))
     assert [s.ways for s in spans] == [4]  # one on each host
+
+
+def test_a_part_of_an_axis_on_one_host_is_not_priced_across_hosts() -> None:
+    mesh = (("x", 32),)
+    inner = seconds(gpu(4, 8), "all_gather", ('"x":(16)2',), mesh)
+    outer = seconds(gpu(4, 8), "all_gather", ('"x":(1)2',), mesh)
+    assert inner == pytest.approx(0.5) and outer == pytest.approx(5.0)
 
 
 shapes = st.sampled_from([(4, 4, 4), (2, 4, 1), (8, 4, 1), (2, 2, 2), (4, 4, 8)])

@@ -168,6 +168,27 @@ def test_what_was_dropped_is_told_once_each_and_cut_off(searched):
     assert "Note: a note" in text
 
 
+def test_what_the_winner_s_prediction_leaves_out_or_assumes_is_told(searched):
+    names = ("Not modelled in the winner's prediction:", "Assumed in the winner's prediction:")
+    silent = describe(planned(searched, [trial("FSDP", compiled=estimate())]))
+    assert not any(name in silent for name in names)
+    best = estimate(
+        unmodelled=(("custom call a x1", 0.0), ("custom call b x2", 0.125)),
+        assumptions=tuple(f"while %{i}: taken as 1" for i in range(15)),
+    )
+    other = estimate(assumptions=("only another one's",), time_s=0.02)
+    trials = [trial("FSDP", compiled=best), trial("replicated", compute={}, compiled=other)]
+    lines = describe(planned(searched, trials, ranking=(0, 1))).splitlines()
+    first = lines.index(names[0])
+    assert lines[first + 1 : first + 3] == [
+        "     custom call b x2: 12.5% of the predicted step",
+        "     custom call a x1",
+    ]
+    then = lines.index(names[1])
+    assert lines[then + 1] == "     while %0: taken as 1" and lines[then + 13] == "     and 3 more"
+    assert not any("another one's" in line for line in lines)
+
+
 def test_warnings_of_the_partitioner_are_told(searched):
     warned = estimate(warnings=("full rematerialization of dot", "and another"))
     text = describe(planned(searched, [trial("FSDP", compiled=warned)]))

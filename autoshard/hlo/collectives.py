@@ -77,7 +77,8 @@ def collective(
     """One execution of a communicating instruction, or None if no byte leaves the device.
 
     Args:
-      mesh: (mesh axis, size) pairs, major to minor over the device order.
+      mesh: (mesh axis, size) pairs, major to minor over the device order; `members` are places in
+        it.
       fused_users: for an instruction inside a fusion, who reads what there.
 
     Raises:
@@ -85,6 +86,7 @@ def collective(
     """
     opcode = instruction.opcode.removesuffix("-start")
     kind = KINDS[opcode]
+    members: tuple[int, ...] = ()
     if fused_users and opcode == "all-reduce" and _keeps_only_a_slice(instruction, fused_users):
         kind = "reduce_scatter"
     if pairs_text := instruction.attribute("source_target_pairs"):
@@ -97,7 +99,9 @@ def collective(
         text = _group_text(module, instruction, opcode)
         groups = parse_groups(text, module.device_count)
         axes = axes_of_groups(groups, mesh)
-        group_size = max(len(group) for group in groups)
+        largest = max(groups, key=len)
+        group_size = len(largest)
+        members = () if axes else largest
     if group_size == 1:
         return None
     return Collective(
@@ -107,6 +111,7 @@ def collective(
         bytes=_payload_bytes(computation, instruction, kind),
         count=1,
         source=module.source(instruction) or instruction.op_name,
+        members=members,
     )
 
 

@@ -11,6 +11,7 @@ A notation that is not understood is an error: read as "no groups" it would make
 """
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from autoshard.hlo.records import HloError
 from autoshard.layout import MeshShape
+from autoshard.subaxes import named_part
 
 Groups = tuple[tuple[int, ...], ...]
 """Groups of device numbers, each in the order XLA gives it."""
@@ -101,14 +103,47 @@ def groups_of_axes(mesh: MeshShape, axes: Iterable[str]) -> Groups:
 def axes_of_groups(groups: Groups, mesh: MeshShape) -> tuple[str, ...]:
     """The mesh axes that the groups run over, in mesh order; () if they are no product of axes.
 
-    Axes of size one never appear, and groups of one device run over no axis.
+    Parts of axes are named as Shardy names them and rung 1 does: `"x":(2)4`. Axes of size one never
+    appear, and groups of one device run over no axis.
+
+    Args:
+      mesh: (mesh axis, size) pairs; an axis may itself be named as a part of one.
     """
-    coordinates = _coordinates(groups[0], mesh)
-    axes = tuple(
-        name for (name, _), along in zip(mesh, coordinates, strict=True) if len(set(along)) > 1
-    )
-    same = {frozenset(g) for g in groups} == {frozenset(g) for g in groups_of_axes(mesh, axes)}
-    return axes if same else ()
+    spans: list[tuple[int, int, int]] = []
+    for axis, along in enumerate(_coordinates(groups[0], mesh)):
+        parts = _parts_along(sorted(set(along)), mesh[axis][1])
+        if parts is None:
+            return ()
+        spans += [(axis, before, size) for before, size in parts]
+    devices = np.arange(math.prod(size for _, size in mesh))
+    expected = _groups_along(devices, [size for _, size in mesh], spans)
+    if {frozenset(g) for g in groups} != {frozenset(g) for g in expected}:
+        return ()
+    return tuple(named_part(*mesh[axis], before, size) for axis, before, size in spans)
+
+
+def _parts_along(coordinates: list[int], whole: int) -> list[tuple[int, int]] | None:
+    """The parts (major to it, size) of an axis that some coordinates run over, major first.
+
+    Args:
+      coordinates: in rising order, each once.
+      whole: size of the axis.
+
+    Returns:
+      None where the coordinates are not those of parts of the axis.
+    """
+    found: list[tuple[int, int]] = []
+    offsets = [c - coordinates[0] for c in coordinates]
+    while len(offsets) > 1:
+        step = offsets[1]
+        size = next((k for k, at in enumerate(offsets) if at != k * step), len(offsets))
+        higher = offsets[::size]
+        whole_steps = all(offset % (step * size) == 0 for offset in (whole, *higher))
+        if not whole_steps or offsets != [h + k * step for h in higher for k in range(size)]:
+            return None
+        found.append((whole // (step * size), size))
+        offsets = higher
+    return found[::-1]
 
 
 def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: MeshShape) -> tuple[str, ...]:
@@ -163,8 +198,8 @@ def _mesh_groups(axes: str, order: str | None, references: str) -> Groups:
         devices = np.ravel(_iota(iota[1], iota[2])) if iota else np.asarray(_ints(order))
         if sorted(devices.tolist()) != list(range(math.prod(sizes.values()))):
             raise ValueError(f"device_ids {order!r} of a mesh of {math.prod(sizes.values())}")
-    cuts: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}
-    spans: list[tuple[str, int, int]] = []
+    names = list(sizes)
+    spans: list[tuple[int, int, int]] = []
     for part in references.split(","):
         found = _REFERENCE.fullmatch(part.strip())
         if not found:
@@ -172,22 +207,40 @@ def _mesh_groups(axes: str, order: str | None, references: str) -> Groups:
         name, before, size = found[1], int(found[2] or 1), int(found[3] or sizes[found[1]])
         if sizes[name] % (before * size):
             raise ValueError(f"sub-axis {part!r} of an axis of size {sizes[name]}")
-        cuts[name] |= {before, before * size}
-        spans.append((name, before, before * size))
-    # Cut every axis where a sub-axis begins or ends: each reference is then whole dimensions.
+        spans.append((names.index(name), before, size))
+    return _groups_along(devices, list(sizes.values()), spans)
+
+
+def _groups_along(
+    devices: _Devices, sizes: Sequence[int], spans: Sequence[tuple[int, int, int]]
+) -> Groups:
+    """Groups of the devices of a mesh along parts of its axes, the last of them fastest.
+
+    Args:
+      devices: all of them, flat.
+      sizes: of the mesh axes.
+      spans: (number of the axis, what is major to the part, size of the part).
+
+    Raises:
+      ValueError: parts overlap, or do not divide one another.
+    """
+    cuts = [{1, size} for size in sizes]
+    for axis, before, size in spans:
+        cuts[axis] |= {before, before * size}
+    # Cut every axis where a part begins or ends: each part is then whole dimensions.
     places = [
-        (name, low, high)
-        for name in sizes
-        for low, high in zip(sorted(cuts[name]), sorted(cuts[name])[1:], strict=False)
+        (axis, low, high)
+        for axis, at in enumerate(cuts)
+        for low, high in itertools.pairwise(sorted(at))
     ]
     if any(high % low for _, low, high in places):
-        raise ValueError(f"sub-axes {references!r} that do not divide one another")
+        raise ValueError(f"parts {spans} of axes of {sizes} that do not divide one another")
     inside = [
         i
-        for name, low, high in spans
-        for i, (axis, a, b) in enumerate(places)
-        if axis == name and low <= a and b <= high
+        for axis, before, size in spans
+        for i, (other, low, high) in enumerate(places)
+        if other == axis and before <= low and high <= before * size
     ]
     if len(set(inside)) != len(inside):
-        raise ValueError(f"axes {references!r} overlap")
+        raise ValueError(f"parts {spans} of axes of {sizes} overlap")
     return _grouped(devices.reshape([high // low for _, low, high in places] or [1]), inside)

@@ -10,6 +10,7 @@ import re
 
 from autoshard.hlo.records import Computation, HloError, HloModule, Instruction
 from autoshard.layout import MeshShape
+from autoshard.subaxes import named_part, part_of
 from autoshard.topology import over_slices
 from autoshard.trial import Collective
 
@@ -50,9 +51,9 @@ def mesh_of_slice(module: HloModule, mesh: MeshShape) -> tuple[MeshShape, tuple[
         if part == 1:
             inner.append((name, size))
             continue
-        outer.append(f'"{name}":(1){part}' if part < size else name)
+        outer.append(named_part(name, size, 1, part))
         if part < size:
-            inner.append((f'"{name}":({part}){size // part}', size // part))
+            inner.append((named_part(name, size, part, size // part), size // part))
     return tuple(inner), tuple(outer)
 
 
@@ -90,10 +91,7 @@ def crossing(
     ]
     group = _GROUP.search(attributes)
     if group is None:  # "{1,2}x{0:7}": each device with those in its place on the other slices
-        sizes = dict(mesh)
-        size, axes = 1, outer
-        for axis in outer:
-            size *= int(axis.rsplit(")", 1)[1]) if ":(" in axis else sizes[axis]
+        size, axes = math.prod(part_of(axis, mesh)[2] for axis in outer), outer
     else:
         size = group[1].count(",") + 1
         every = math.prod(n for _, n in mesh)

@@ -17,6 +17,7 @@ from autoshard.hlo.traffic import FREE, FREE_CALLS, HOST, Traffic
 from autoshard.hlo.trips import trip_count
 from autoshard.hlo.work import Work
 from autoshard.layout import MeshShape
+from autoshard.subaxes import places_of_axes
 from autoshard.trial import Collective
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(-?\d+)')
@@ -197,6 +198,9 @@ class Steps:
                 yield from self._launch(instruction, computation)
         elif opcode == "send":
             one = crossing(instruction, computation, self._whole, self._outer)
+            said = (
+                f"{one.kind} between slices, not of all devices: its group is taken as spread out"
+            )
             work = Work(
                 opcode=opcode,
                 name=name,
@@ -207,7 +211,11 @@ class Steps:
                 cycles=None,
                 declared=False,
             )
-            yield Launch(work=work, exchanges=(Exchange(collective=one, key=name),))
+            yield Launch(
+                work=work,
+                exchanges=(Exchange(collective=one, key=name),),
+                assumptions=() if one.mesh_axes else (said,),
+            )
         elif opcode == "recv-done":
             yield Wait(key=name)
 
@@ -325,6 +333,10 @@ class Steps:
         one = collective(self._module, computation, instruction, self._mesh, users)
         if one is None:
             return
+        if one.members:
+            said = f"{one.kind} over groups that follow no mesh axes: one group stands for all"
+            inside.assumptions[said] = None
+            one = dataclasses.replace(one, members=self._places(one.members))
         key = None
         if users is not None:
             if any(u.custom_call_target == "AsyncCollectiveStart" for u in users[instruction.name]):
@@ -335,6 +347,11 @@ class Steps:
             key = instruction.name
         one = dataclasses.replace(one, source=one.source or fused_from or "")
         inside.exchanges.append(Exchange(collective=one, key=key))
+
+    def _places(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Places in the whole mesh of devices that the module numbers."""
+        places = places_of_axes([name for name, _ in self._mesh], self._whole)
+        return tuple(places[member] for member in members)
 
     def _add_call(
         self, inside: _Inside, instruction: Instruction, computation: Computation

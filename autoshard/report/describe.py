@@ -26,6 +26,7 @@ _HEAD = (
     "memory",
     "sent a step",
 )
+_LONGEST = 12
 
 
 def describe(plan: "Plan") -> str:
@@ -51,10 +52,9 @@ def describe(plan: "Plan") -> str:
     for row in rows:
         lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
     lines += ["", "Rules:", *rules]
-    if dropped:
-        lines += ["", "Dropped for divisibility:", *list(dropped)[:12]]
-        if len(dropped) > 12:
-            lines.append(f"     and {len(dropped) - 12} more")
+    lines += _listed("Dropped for divisibility:", list(dropped))
+    if plan.trial is not None and plan.trial.estimate is not None:
+        lines += _told(plan.trial.estimate)
     lines += ["", explain(plan), numerics(plan)]
     winner = plan.trial
     if winner and isinstance(winner.profiled, Measurement) and winner.profiled.devices:
@@ -83,6 +83,29 @@ def describe(plan: "Plan") -> str:
     spent = ", ".join(f"{name} {value:.1f} s" for name, value in evidence.elapsed_s.items())
     lines.append(f"Search: {', '.join(counts)}; {spent}.")
     return "\n".join(lines)
+
+
+def _told(estimate: Estimate) -> list[str]:
+    """What a prediction leaves out, and what it takes for granted."""
+    left_out = [
+        f"     {what}" + (f": {share:.1%} of the predicted step" if share else "")
+        for what, share in sorted(estimate.unmodelled, key=lambda pair: -pair[1])
+    ]
+    return [
+        *_listed("Not modelled in the winner's prediction:", left_out),
+        *_listed(
+            "Assumed in the winner's prediction:",
+            [f"     {sentence}" for sentence in estimate.assumptions],
+        ),
+    ]
+
+
+def _listed(head: str, lines: list[str]) -> list[str]:
+    """A section of at most `_LONGEST` lines; nothing if there are none."""
+    if not lines:
+        return []
+    more = [f"     and {len(lines) - _LONGEST} more"] if len(lines) > _LONGEST else []
+    return ["", head, *lines[:_LONGEST], *more]
 
 
 def _shown(trials: tuple[Trial, ...], ranking: tuple[int, ...]) -> list[Trial]:

@@ -27,12 +27,13 @@ def estimate_of(
             counts.op_count,
         ) + cost.fresh_s(compiled.memory.temporaries_bytes)
         communication_s = cost.collectives_s(counts.collectives, module.mesh)
-        time_s = compute_s + communication_s
+        time_s, exposed_s = compute_s + communication_s, communication_s
+        assumptions = counts.assumptions
         unmodelled = tuple((f"custom call {name} x{n}", 0.0) for name, n in counts.unmodelled)
     else:
         line = timeline(parsed, module.mesh, MeshPrices(cost, module.mesh))
         time_s, compute_s, communication_s = line.total_s, line.compute_s, line.communication_s
-        unmodelled = line.unmodelled
+        exposed_s, unmodelled, assumptions = line.exposed_s, line.unmodelled, line.assumptions
     sizes = dict(module.mesh)
     state_bytes = 0
     for array in module.inputs[: module.state_count]:
@@ -54,6 +55,8 @@ def estimate_of(
         collectives=counts.collectives,
         dropped=dropped,
         unmodelled=unmodelled,
+        assumptions=assumptions,
         warnings=compiled.warnings,
         elapsed_s=compiled.elapsed_s,
+        exposed_s=exposed_s,
     )

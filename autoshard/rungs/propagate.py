@@ -122,6 +122,7 @@ class Propagator:
             dropped=specs.dropped,
             unmodelled=tuple((o, 0.0) for o in analysis.axes.opaque),
             elapsed_s=time.perf_counter() - start,
+            exposed_s=communication_s,
         )
 
     def _regathered(

@@ -1,19 +1,30 @@
 """The parts of the GPU check that need no GPU."""
 
+import dataclasses
+
 import pytest
 
 from autoshard.catalogue import catalogue
 from experiments import gpu_check
+from tests.analysed import CONSTANTS
 
 
 def test_measured_rates_go_into_a_catalogue_file(tmp_path) -> None:
     chip = gpu_check.chip_of("NVIDIA H100 80GB HBM3")
     path = tmp_path / "hardware.toml"
-    rates = {"flops.bf16": 6.1e14, "flops.f32": 3.3e14, "memory_bandwidth": 2.9e12}
+    constants = dataclasses.replace(
+        CONSTANTS,
+        contract_by_dtype=(("bf16", 6.1e14), ("f16", 6.1e14), ("f32", 3.3e14)),
+        bandwidth_bytes_per_s=2.9e12,
+        launch_s=2e-6,
+    )
+    rates = gpu_check.measured_rates(constants)
     path.write_text(gpu_check.corrected(chip, rates))
     own = catalogue(path)[chip.name]
     assert own.flops["bf16"].value == 6.1e14 and own.memory_bandwidth.value == 2.9e12
-    assert own.element_flops == chip.element_flops and own.digest != chip.digest
+    assert own.flops["f32"].value == 3.3e14 and own.launch_s.value == 2e-6
+    assert own.flops["f16"] == chip.flops["f16"] and own.digest != chip.digest
+    assert own.element_flops.value == CONSTANTS.element_flops_per_s
 
 
 def test_a_gpu_that_is_not_in_the_catalogue_is_named() -> None:

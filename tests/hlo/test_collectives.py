@@ -135,9 +135,9 @@ LOCAL = 16 * 8 * 4
         # a channel without global ids names replicas, of which there is one
         (("  ROOT %d = f32[16,8]{1,0} all-reduce(%p), channel_id=3, replica_groups={{0}}, "
          "to_apply=%sum"), ("all_reduce", 8, ("a", "b"), LOCAL, 1)),
-        # half of an axis is no axis
+        # half of an axis, in Shardy's words
         (("  ROOT %d = f32[16,8]{1,0} all-reduce(%p), channel_id=3, use_global_device_ids=true, "
-         "replica_groups=[4,2]<=[8], to_apply=%sum"), ("all_reduce", 2, (), LOCAL, 1)),
+         "replica_groups=[4,2]<=[8], to_apply=%sum"), ("all_reduce", 2, ('"b":(2)2',), LOCAL, 1)),
     ],
 )  # fmt: skip
 def test_printed_forms(body, expected):
@@ -164,6 +164,19 @@ def test_an_async_wrapper_is_followed_once():
             source="/me/moe.py:7",
         ),
     )  # fmt: skip
+
+
+def test_groups_that_follow_no_axes_keep_their_members_and_are_told():
+    body = (
+        "  ROOT %d = f32[16,8]{1,0} all-reduce(%p), channel_id=3, use_global_device_ids=true, "
+        "replica_groups={{2,5},{0,7},{1,6},{3,4}}, to_apply=%sum"
+    )
+    counts = count(entry(body), AXES)
+    (one,) = counts.collectives
+    assert (one.mesh_axes, one.members) == ((), (2, 5))
+    assert counts.assumptions == (
+        "all_reduce over groups that follow no mesh axes: one group stands for all",
+    )
 
 
 def test_a_ragged_all_to_all_counts_as_a_full_one_and_says_so():

@@ -16,6 +16,9 @@ from autoshard.hlo import (
     parse_groups,
     parse_pairs,
 )
+from autoshard.network import Network
+from autoshard.subaxes import places_of_axes
+from tests import hardware
 
 MESH = (("a", 2), ("b", 4))
 
@@ -86,6 +89,65 @@ def test_shuffled_groups_run_over_the_same_axes(case, random):
     assert axes_of_groups(tuple(map(tuple, groups)), mesh) == alive
 
 
+@st.composite
+def meshes_with_parts(draw):
+    """A mesh and some of the factors of its axes as (axis, major to it, size), major to minor."""
+    factors = draw(
+        st.lists(st.lists(st.sampled_from([2, 3, 4]), max_size=3), min_size=1, max_size=3)
+    )
+    mesh = tuple((name, math.prod(own)) for name, own in zip("xyz", factors, strict=False))
+    parts = [
+        (name, math.prod(own[:k]), factor)
+        for (name, _), own in zip(mesh, factors, strict=True)
+        for k, factor in enumerate(own)
+    ]
+    chosen = [part for part in parts if draw(st.booleans())]
+    return mesh, parts, chosen
+
+
+@given(meshes_with_parts(), st.randoms(use_true_random=False))
+def test_groups_over_parts_of_axes_are_recognised_and_priced_as_rung_1_prices_them(case, random):
+    mesh, parts, chosen = case
+    count = math.prod(size for _, size in mesh)
+    # One dimension a factor: those that were not chosen in front, the groups' own behind.
+    devices = np.arange(count).reshape([size for *_, size in parts])
+    order = sorted(range(len(parts)), key=lambda i: parts[i] in chosen)
+    size = math.prod(size for *_, size in chosen)
+    groups = [list(group) for group in devices.transpose(order).reshape(-1, size).tolist()]
+    first = groups[0]
+    random.shuffle(groups)
+    for group in groups:
+        random.shuffle(group)
+    found = axes_of_groups(tuple(map(tuple, groups)), mesh)
+    assert bool(found) == (size > 1)
+    assert sorted(places_of_axes(found, mesh)) == sorted(first)
+    by_rung_1 = tuple(f'"{name}":({before}){n}' for name, before, n in chosen)
+    assert sorted(places_of_axes(by_rung_1, mesh)) == sorted(first)
+    for topology in (hardware.gpu(count, 1), hardware.gpu(1, count, host_shape=(count,))):
+        network = Network(topology)
+        assert network.spans(found, size, mesh) == network.spans(by_rung_1, size, mesh)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "axes"),
+    [
+        ("[32,2]<=[64]", (("x", 64),), ('"x":(32)2',)),
+        ("[16,4]<=[64]", (("x", 64),), ('"x":(16)4',)),
+        ("[32,2]<=[2,32]T(1,0)", (("x", 64),), ('"x":(1)2',)),
+        ("[16,4]<=[2,16,2]T(1,0,2)", (("x", 64),), ('"x":(1)2', '"x":(32)2')),
+        ("[8,8]<=[2,8,4]T(1,0,2)", (("x", 2), ("y", 32)), ("x", '"y":(8)4')),
+        ("[2,32]<=[2,32]", (("x", 2), ("y", 32)), ("y",)),
+        ("[12,2]<=[3,2,4]T(0,2,1)", (("x", 3), ("y", 8)), ('"y":(1)2',)),
+        # Inside of two slices an axis is itself a part.
+        ("[4,2]<=[8]", (('"x":(2)8', 8),), ('"x":(8)2',)),
+        ("[1,8]<=[8]", (('"x":(2)8', 8),), ('"x":(2)8',)),
+    ],
+)
+def test_parts_of_axes_are_named_as_shardy_names_them(text, mesh, axes):
+    groups = parse_groups(text, math.prod(size for _, size in mesh))
+    assert axes_of_groups(groups, mesh) == axes
+
+
 @given(st.permutations(range(8)))
 def test_device_ids_reorder_the_mesh(order):
     text = f"mesh['a'=2,'b'=4], device_ids=({','.join(map(str, order))}) {{'a'}}"
@@ -150,7 +212,10 @@ def test_what_is_not_understood_is_an_error_that_shows_it(text):
 @pytest.mark.parametrize(
     "groups",
     [
-        ((0, 1), (2, 3), (4, 5), (6, 7)),  # half of axis b
+        ((0, 1), (2, 3)),  # half of axis b, not every device
+        ((0, 3), (1, 2), (4, 7), (5, 6)),
+        ((0, 1, 3), (4, 5, 7)),
+        ((0, 5), (1, 4), (2, 7), (3, 6)),
         ((0, 1, 2, 3),),  # not every device
         ((0, 1, 2, 7), (4, 5, 6, 3)),
         ((0,), (1, 2, 3, 4, 5, 6, 7)),

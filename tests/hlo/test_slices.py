@@ -1,5 +1,6 @@
 """Programs of several TPU slices, on a real text: FSDP of a small MLP on v5e:2x4*2."""
 
+import dataclasses
 import gzip
 import pathlib
 
@@ -31,6 +32,15 @@ def test_a_whole_axis_across_slices_keeps_its_name() -> None:
     assert mesh_of_slice(parse(TEXT), (("x", 2), ("y", 8))) == ((("y", 8),), ("x",))
     axes = {axes for _, _, axes, _ in sent((("x", 2), ("y", 8)))}
     assert axes == {("x",), ("y",), ("x", "y")}
+
+
+def test_members_inside_of_a_slice_are_places_of_the_whole_mesh() -> None:
+    text = TEXT.replace("replica_groups={{0,1,2,3,4,5,6,7}}", "replica_groups={{0,1,2,4}}")
+    text = text.replace("{0:7}", "{0:5}")
+    module = dataclasses.replace(parse(text), partition_count=6, device_count=6)
+    # Four slices take 2 of x and 2 of y: a slice has 3 x 2 of the 6 x 4 places.
+    found = count(module, (("x", 6), ("y", 4)))
+    assert {c.members for c in found.collectives if c.members} == {(0, 1, 4, 8)}
 
 
 def test_kernels_wait_for_what_other_slices_send() -> None:

@@ -98,6 +98,23 @@ def test_convolutions_agree_but_for_padding_that_the_gpu_writes_out():
     assert cpu < gpu < 1.01 * cpu
 
 
+PARTS = {
+    (): (),
+    ("data",): ('"x":(1)4',),
+    ("model",): ('"x":(4)4',),
+    ("data", "model"): ("x",),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_read_as_of_one_axis_the_same_groups_run_over_its_parts(name):
+    two, one = (count(module(name), mesh).collectives for mesh in (AXES, (("x", 16),)))
+    for a, b in zip(two, one, strict=True):
+        if a.kind != "collective_permute":
+            assert b == dataclasses.replace(a, mesh_axes=PARTS[a.mesh_axes])
+    assert not any(c.members for c in (*two, *one))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_text_has_a_timeline(name):
     found = replayed(name)
