@@ -1,13 +1,13 @@
 """Calibration: short measurements on a live target that give the cost model its constants.
 
 Matrix products, a chain of transcendental operations, a copy (`probes`), many tiny kernels, a block
-too large for the allocator to keep, and each collective in the smallest and the largest group. What
-is not measured on an accelerator comes from its catalogue entry, where it has one: the clock of the
-compiler's estimates, and the rates of other dtypes than bf16 and f32. All samples are taken in
-rounds over every probe, and the least of each is used: what else runs on the machine only ever adds
-time, and on a busy one the medians of a probe and of the empty program that is taken off it can
-come in the wrong order. What is kept is a JSON file with the date and a digest; a target is
-calibrated once.
+too large for the allocator to keep, memory by size (`memory_probe`), and each collective in the
+smallest and the largest group. What is not measured on an accelerator comes from its catalogue
+entry, where it has one: the clock of the compiler's estimates, and the rates of other dtypes than
+bf16 and f32. All samples are taken in rounds over every probe, and the least of each is used: what
+else runs on the machine only ever adds time, and on a busy one the medians of a probe and of the
+empty program that is taken off it can come in the wrong order. What is kept is a JSON file with the
+date and a digest; a target is calibrated once.
 """
 
 import contextlib
@@ -29,10 +29,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.catalogue import Chip, catalogue
 from autoshard.compat.device_order import known_kind
 from autoshard.cost import FRESH_FROM_BYTES, GATHERS_AT_ONCE, KINDS, Constants, LinkCost
+from autoshard.memory_probe import bandwidths, memory_probes
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 6
+REVISION = 7
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
@@ -61,6 +62,7 @@ def calibrate(target: Target) -> Constants:
         probes["nothing of few"] = program(lambda x: x + 1.0, some, 8)
         probes["kept"] = program(_written(width), some, 8)
         probes["fresh"] = program(_written(FRESH_FROM_BYTES // 4 + width), some, 8)
+        probes |= memory_probes(some)
     else:
         idle_s = least_of_rounds({"nothing": probes["nothing"]})["nothing"]
         sized = on_accelerator(mesh, target.memory_bytes, idle_s)
@@ -101,6 +103,7 @@ def calibrate(target: Target) -> Constants:
         contract_by_dtype=() if shared else rates_by_dtype(rates, chip),
         element_flops_per_s=rates["elements"],
         bandwidth_bytes_per_s=rates["copy"],
+        bandwidths=bandwidths(seconds, few) if shared else (),
         launch_s=above("kernels") / (2 * _TINY * work),
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants, Correction, CostModel, fit_correction
+from autoshard.hlo.work import Work
 from autoshard.trial import Collective
 from tests.analysed import CONSTANTS, COST
 
@@ -57,7 +58,28 @@ def test_a_kernel_takes_the_longer_of_arithmetic_and_memory() -> None:
 def test_devices_of_one_host_share_it() -> None:
     shared = CostModel(dataclasses.replace(CONSTANTS, shared=True))
     assert kernel_s(shared, 1e9, 0, 1, True) == pytest.approx(8 * kernel_s(COST, 1e9, 0, 1, True))
-    assert shared.totals_s(1e9, 0, 0, 1) == pytest.approx(8 * COST.totals_s(1e9, 0, 0, 1))
+
+
+CACHED = CostModel(
+    dataclasses.replace(CONSTANTS, bandwidths=((2.0**15, 16e10), (2.0**20, 8e10), (2.0**25, 1e10)))
+)
+
+
+def test_what_fits_a_cache_is_read_at_its_speed() -> None:
+    bytes_ = np.array([0.0, 100.0, 2.0**15, 2.0**20, 2.0**22.5, 2.0**25, 2.0**30])
+    rates = [np.inf, 16e10, 16e10, 8e10, 1 / ((1 / 8e10 + 1 / 1e10) / 2), 1e10, 1e10]
+    assert CACHED.memory_s(bytes_) == pytest.approx(bytes_ / rates)
+    assert COST.memory_s(bytes_) == pytest.approx(bytes_ / CONSTANTS.bandwidth_bytes_per_s)
+    launch = CONSTANTS.launch_s
+    assert kernel_s(CACHED, 0, 2.0**20, 1, True) == pytest.approx(2.0**20 / 8e10 + launch)
+    work = Work(opcode="fusion", name="", bytes=2.0**20)
+    assert CACHED.kernel_s(work) == pytest.approx(2.0**20 / 8e10 + launch)
+
+
+@given(amounts, amounts)
+def test_more_bytes_take_longer_whatever_the_caches(a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    assert kernel_s(CACHED, 0, low, 1, False) <= kernel_s(CACHED, 0, high, 1, False)
 
 
 def test_a_block_that_the_allocator_does_not_keep_costs_its_pages() -> None:
@@ -91,6 +113,8 @@ def test_corrections_scale_their_part() -> None:
 def test_constants_go_through_json_with_their_digest() -> None:
     again = Constants.from_json(json.loads(json.dumps(CONSTANTS.to_json())))
     assert again == CONSTANTS and again.digest == CONSTANTS.digest
+    cached = CACHED.constants
+    assert Constants.from_json(json.loads(json.dumps(cached.to_json()))) == cached
     assert dataclasses.replace(CONSTANTS, launch_s=2e-6).digest != CONSTANTS.digest
 
 

@@ -15,7 +15,16 @@ LAYERS = (
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips"}
     | {"analysis", "small", "specs", "written", "meshes", "fix", "space", "partitioned"}
-    | {"constraints", "lowering", "cost", "calibrate", "probes", "network", "pricing"},
+    | {
+        "constraints",
+        "lowering",
+        "cost",
+        "calibrate",
+        "probes",
+        "memory_probe",
+        "network",
+        "pricing",
+    },
     {"rungs", "strategy", "promote"},
     {"driver"},
     {"subjects", "plan", "plan_file", "validity", "evaluation", "report", "no_plan", "knob_advice"},

@@ -18,22 +18,13 @@ def estimate_of(
     """
     parsed = hlo.parse(compiled.hlo_text)
     counts = hlo.count(parsed, module.mesh)
+    line = timeline(parsed, module.mesh, MeshPrices(cost, module.mesh))
+    time_s, compute_s, communication_s = line.total_s, line.compute_s, line.communication_s
+    exposed_s = line.exposed_s
     if cost.constants.shared:
-        # The devices of a fake mesh take turns on the host's cores: the order does not matter.
-        compute_s = cost.totals_s(
-            counts.matmul_flops,
-            counts.flops - counts.matmul_flops,
-            counts.bytes_accessed,
-            counts.op_count,
-        ) + cost.fresh_s(compiled.memory.temporaries_bytes)
-        communication_s = cost.collectives_s(counts.collectives, module.mesh)
+        # The devices of a fake mesh take turns on the host's cores: nothing overlaps.
+        compute_s += cost.fresh_s(compiled.memory.temporaries_bytes)
         time_s, exposed_s = compute_s + communication_s, communication_s
-        assumptions = counts.assumptions
-        unmodelled = tuple((f"custom call {name} x{n}", 0.0) for name, n in counts.unmodelled)
-    else:
-        line = timeline(parsed, module.mesh, MeshPrices(cost, module.mesh))
-        time_s, compute_s, communication_s = line.total_s, line.compute_s, line.communication_s
-        exposed_s, unmodelled, assumptions = line.exposed_s, line.unmodelled, line.assumptions
     sizes = dict(module.mesh)
     state_bytes = 0
     for array in module.inputs[: module.state_count]:
@@ -54,8 +45,8 @@ def estimate_of(
         op_count=counts.op_count,
         collectives=counts.collectives,
         dropped=dropped,
-        unmodelled=unmodelled,
-        assumptions=assumptions,
+        unmodelled=line.unmodelled,
+        assumptions=line.assumptions,
         warnings=compiled.warnings,
         elapsed_s=compiled.elapsed_s,
         exposed_s=exposed_s,
