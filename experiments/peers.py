@@ -20,6 +20,10 @@ from autoshard.strategy.base import score
 _DRAWS = 100
 """Draws for one ask, after which a strategy has nothing new to ask."""
 
+_ASKS = 4
+"""Trials that TPE is asked for one new candidate: near its best it names the same ones again, and
+each of its trials takes longer than the last."""
+
 Values = dict[str, str]
 Choose = Callable[[str, tuple[str, ...]], str]
 """(name of a parameter, its choices) -> one of them."""
@@ -84,7 +88,7 @@ class Tpe:
             self._tell(space, seen)
         self._told = len(history)
         done = {seen.candidate for seen in history}
-        for _ in range(_DRAWS):
+        for _ in range(_ASKS):
             trial = self._study.ask()
             candidate = draw(space, trial.suggest_categorical)
             if candidate not in done and space.contains(candidate) is None:
