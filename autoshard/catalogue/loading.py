@@ -247,6 +247,16 @@ def _check_links(chip: Chip, where: _Where) -> None:
     inner = chip.link("chip")
     if inner is not None and inner.domain != chip.devices_per_chip:
         where.at("chip.domain").fail(inner.domain, f"devices_per_chip {chip.devices_per_chip}")
+    host = math.prod(chip.host_shape) * chip.devices_per_chip
+    for link in chip.links:
+        divides = link.level == "nvlink"
+        if link.level == "chip" or link.domain is None or link.domain % host == 0:
+            continue
+        if not (divides and host % link.domain == 0):
+            part = ", or a divisor of it" if divides else ""
+            where.at(f"{link.level}.domain").fail(
+                link.domain, f"a multiple of the {host} devices of a host{part}"
+            )
 
 
 def _rates(value: object, where: _Where) -> dict[str, Figure]:
