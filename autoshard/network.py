@@ -121,16 +121,23 @@ class Network:
 
     def _domain(self, link: Link, device: int) -> object:
         """Which of a level's parts a device is in: its chip, its slice, its switch."""
-        position, per_host = self._topology.positions[device], self._topology.chip.host_shape
+        topology = self._topology
+        position = topology.positions[device]
         if link.level == "chip":
             return (position.slice, position.coords)
         if link.kind == "torus":
             return position.slice
+        # Of all levels only the outermost one joins slices.
+        scope, host = 0, position.host
+        if link.level != "dcn":
+            hosts = math.prod(topology.shape) // math.prod(topology.host_shape)
+            scope, host = position.slice, position.host % hosts
         if link.domain is None:
-            return 0
-        if link.domain <= math.prod(per_host):
-            return (position.slice, position.host)
-        return device // link.domain
+            return scope
+        # Domains are of whole hosts, or parts of one: a target may use a part of each.
+        per_host = math.prod(topology.chip.host_shape) * topology.chip.devices_per_chip
+        inside = position.coords[-1] if topology.chip.platform == "cuda" else 0
+        return scope, (host * per_host + inside) // link.domain
 
     def _torus(self, link: Link, at: Sequence[Position], members: int) -> Span:
         """The chips of one slice; those of the group's first slice stand for all."""

@@ -224,34 +224,53 @@ def parse_topology(name: str, chips: Mapping[str, Chip]) -> Topology:
 
 
 def _check_slice(chip: Chip, shape: tuple[int, ...], fail: _Fail) -> None:
-    """Refuses shapes that no slice of this kind of TPU has. One chip alone is always taken."""
-    host, largest = chip.host_shape, chip.max_shape
-    if math.prod(shape) == 1:
+    """Refuses shapes that no slice of this kind of TPU has.
+
+    Where the catalogue lists the shapes, all others; else one chip alone is taken, but of those
+    whose slices are made of cubes: their hosts are not divided.
+    """
+    got, host = f"a slice of {_joined(shape)} chips", chip.host_shape
+    if chip.shapes is not None:
+        if shape not in chip.shapes.value:
+            raise fail(got, f"one of {', '.join(map(_joined, chip.shapes.value))}")
         return
-    if any(n % m for n, m in zip(shape, host, strict=True)):
-        raise fail(
-            f"a slice of {_joined(shape)} chips",
-            f"one chip or multiples of a host's {_joined(host)}",
-        )
     torus = next((link for link in chip.links if link.kind == "torus"), None)
     edge = torus.wraps_at if torus is not None and torus.cubes else None
+    if math.prod(shape) == 1 and edge is None:
+        return
+    if any(n % m for n, m in zip(shape, host, strict=True)):
+        alone = "" if edge else "one chip or "
+        raise fail(got, f"{alone}multiples of a host's {_joined(host)}")
     if edge is not None:
-        within = all(edge % n == 0 for n in shape)
-        if not within and any(n % edge for n in shape):
-            raise fail(
-                f"a slice of {_joined(shape)} chips",
-                f"whole cubes, all extents multiples of {edge}, or a part of one cube,"
-                f" all extents divisors of {edge}",
-            )
-        if largest and math.prod(shape) > math.prod(largest):
-            raise fail(
-                f"a slice of {math.prod(shape)} chips",
-                f"at most {math.prod(largest)} ({_joined(largest)})",
-            )
-    elif largest:
-        for n, limit in zip(sorted(shape), sorted(largest), strict=True):
+        _check_cubes(chip, shape, edge, fail)
+    elif chip.max_shape:
+        for n, limit in zip(sorted(shape), sorted(chip.max_shape), strict=True):
             if limit % n:
-                raise fail(f"an extent of {n}", f"a part of the largest slice, {_joined(largest)}")
+                largest = _joined(chip.max_shape)
+                raise fail(f"an extent of {n}", f"a part of the largest slice, {largest}")
+
+
+def _check_cubes(chip: Chip, shape: tuple[int, ...], edge: int, fail: _Fail) -> None:
+    """Refuses what is neither whole cubes nor a part of one, or larger than any slice."""
+    within = all(edge % n == 0 for n in shape)
+    if not within and any(n % edge for n in shape):
+        raise fail(
+            f"a slice of {_joined(shape)} chips",
+            f"whole cubes, all extents multiples of {edge}, or a part of one cube,"
+            f" all extents divisors of {edge}",
+        )
+    largest = chip.max_shape
+    if largest and math.prod(shape) > math.prod(largest):
+        raise fail(
+            f"a slice of {math.prod(shape)} chips",
+            f"at most {math.prod(largest)} ({_joined(largest)})",
+        )
+    if chip.max_extent is not None and max(shape) > chip.max_extent:
+        raise fail(
+            f"an extent of {max(shape)}",
+            f"multiples of {edge} up to {chip.max_extent}, the longest that is offered (max_extent"
+            " in a catalogue file of yours lifts it)",
+        )
 
 
 def _number(text: str, fail: _Fail) -> int:

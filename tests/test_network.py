@@ -79,6 +79,41 @@ def test_a_domain_of_many_hosts_is_one_switch() -> None:
     assert seconds(topology, "all_gather", ("y",), (("x", 2), ("y", 8))) == pytest.approx(7 / 8)
 
 
+def test_a_domain_counts_the_devices_that_a_target_leaves_out() -> None:
+    """36 trays of 4 are two racks of 72, also where 2 of each 4 are used."""
+    racks = {
+        "host_shape": (4,),
+        "links": (link("nvlink", "switch", 1e9, domain=72), link("network", "switch", 1e8)),
+    }
+    for used in (1, 2, 4):
+        topology, mesh = gpu(36, used, **racks), (("x", 2), ("y", 18 * used))
+        inside = Network(topology).spans(("y",), 18 * used, mesh)
+        across = Network(topology).spans(("x",), 2, mesh)
+        assert [(s.ways, s.bandwidth) for s in inside] == [(18 * used, 1e9)]
+        assert [(s.ways, s.bandwidth) for s in across] == [(2, 1e8)]
+    (rack,) = Network(gpu(18, 4, **racks)).spans(("x",), 72, (("x", 72),))
+    assert (rack.ways, rack.bandwidth) == (72, 1e9)
+
+
+def test_a_domain_may_be_a_part_of_a_host() -> None:
+    links = (link("nvlink", "switch", 1e9, domain=2), link("network", "switch", 1e8))
+    network, mesh = Network(gpu(2, 8, links=links)), (("x", 2), ("y", 4), ("z", 2))
+    (pair,) = network.spans(("z",), 2, mesh)
+    (pairs,) = network.spans(("y",), 4, mesh)
+    assert (pair.ways, pair.bandwidth) == (2, 1e9)
+    assert (pairs.ways, pairs.bandwidth) == (4, 1e8)
+    both = network.spans(("y", "z"), 8, mesh)
+    assert [(s.ways, s.bandwidth) for s in both] == [(2, 1e9), (4, 1e8)]
+
+
+def test_slices_of_gpus_are_joined_by_the_outermost_level_alone() -> None:
+    links = (*gpu(1, 8).chip.links, link("dcn", "switch", 1e7))
+    topology = Topology(chip=gpu(1, 8, links=links).chip, shape=(2, 8), slices=2)
+    mesh = (("x", 2), ("y", 2), ("z", 8))
+    found = Network(topology).spans(("x", "y", "z"), 32, mesh)
+    assert [(s.ways, s.bandwidth) for s in found] == [(8, 1e9), (2, 1e8), (2, 1e7)]
+
+
 def test_cores_of_a_chip_share_its_links() -> None:
     links = (link("chip", "switch", 4e9, domain=2), link("ici", "torus", 1e9, wraps_at=4))
     topology = tpu(4, 1, 1, devices_per_chip=2, links=links, device_kind="made up")

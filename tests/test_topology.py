@@ -24,6 +24,9 @@ TWO_CLUSTERS = {
 }
 
 
+SHAPES_2D = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
+
+
 def parse(name):
     return parse_topology(name, CHIPS)
 
@@ -48,6 +51,35 @@ def test_names_are_read(name, shape, slices, devices):
     topology = parse(name)
     assert (topology.shape, topology.slices, topology.device_count) == (shape, slices, devices)
     assert topology.name == name and len(topology.positions) == devices
+
+
+def test_every_slice_that_is_listed_can_be_named():
+    for chip in ("v5e", "v6e"):
+        for shape in SHAPES_2D.split(", "):
+            assert parse(f"{chip}:{shape}").name == f"{chip}:{shape}"
+    for name in ("v5p:16x16x24", "v5p:2x2x1", "v4:16x16x16", "v4:4x16x16", "tpu7x:16x24x24"):
+        assert parse(name).name == name
+
+
+def test_a_chip_of_ones_own_has_the_slices_that_its_own_figures_allow(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(
+        '[chip.larger]\ninherits = "v5e"\nmax_shape = [32, 32]\n'
+        '[chip.longer]\ninherits = "v5p"\nmax_extent = 64\n'
+        '[chip.same]\ninherits = "v6e"\nmemory_bandwidth = 2e12\n'
+        '[chip.few]\ninherits = "v6e"\nshapes = [[3, 5]]\n'
+    )
+    chips = catalogue(path)
+    for name in ("larger:32x8", "larger:1x1", "larger:2x16", "longer:4x4x64", "few:3x5"):
+        assert parse_topology(name, chips).name == name
+    for name, message in (
+        ("larger:64x2", "a part of the largest slice, 32x32"),
+        ("longer:4x4x68", "up to 64"),
+        ("same:2x8", SHAPES_2D),
+        ("few:2x2", "expected one of 3x5; e.g. 'few:3x5'"),
+    ):
+        with pytest.raises(TargetError, match=message):
+            parse_topology(name, chips)
 
 
 def test_names_are_canonical():
@@ -86,15 +118,22 @@ def test_names_are_canonical():
         ("h100:" + "9" * 50 + "x8", f"devices, expected at most {MAX_DEVICES}"),
         (
             "v5p:3x4x4",
-            "got a slice of 3x4x4 chips, expected one chip or multiples of a host's 2x2x1",
+            "got a slice of 3x4x4 chips, expected multiples of a host's 2x2x1",
         ),
-        ("v5p:2x1x1", "expected one chip or multiples of a host's 2x2x1"),
+        ("v5p:2x1x1", "expected multiples of a host's 2x2x1"),
+        ("v5p:1x1x1", "got a slice of 1x1x1 chips, expected multiples of a host's 2x2x1"),
+        ("v5p:4x4x384", "got an extent of 384, expected multiples of 4 up to 24"),
+        ("v4:4x8x28", "got an extent of 28, expected multiples of 4 up to 24"),
+        ("tpu7x:4x4x28", "got an extent of 28, expected multiples of 4 up to 24"),
         ("v5p:6x4x4", "got a slice of 6x4x4 chips, expected whole cubes, .*multiples of 4"),
         ("v5p:2x2x3", "got a slice of 2x2x3 chips, expected whole cubes"),
         ("v5p:2x8x8", "got a slice of 2x8x8 chips, expected whole cubes"),
         ("v5p:16x16x28", r"got a slice of 7168 chips, expected at most 6144 \(16x16x24\)"),
-        ("v5e:32x16", "got an extent of 32, expected a part of the largest slice, 16x16"),
-        ("v5e:6x8", "got an extent of 6, expected a part of the largest slice"),
+        *(
+            (f"{chip}:{shape}", f"got a slice of {shape} chips, expected one of {SHAPES_2D}")
+            for chip in ("v5e", "v6e")
+            for shape in ("2x8", "2x16", "4x16", "16x2", "16x8", "32x16", "6x8", "1x2")
+        ),
         ("h100:4x9", "got 9 devices a host, expected at most 8 of h100"),
         ("gb200:2x8", "got 8 devices a host, expected at most 4 of gb200"),
         ("h100:4x8*2", "got 2 slices, expected none: h100 has no link of level 'dcn'"),
@@ -157,7 +196,7 @@ def test_gpus_stand_by_host():
 
 @hypothesis.given(
     st.sampled_from(["v4", "v5p", "tpu7x"]),
-    st.sampled_from([(1, 1, 1), (2, 2, 1), (2, 2, 4), (2, 4, 4), (4, 4, 2), (4, 8, 4), (8, 4, 4)]),
+    st.sampled_from([(2, 2, 1), (2, 2, 4), (2, 4, 4), (4, 4, 2), (4, 8, 4), (8, 4, 4)]),
     st.integers(1, 3),
 )
 def test_every_place_is_taken_once(chip, shape, slices):
@@ -259,8 +298,8 @@ def ask(*topologies, compile=False):
 
 
 TPUS = (
-    *("v4:2x2x2", "v4:4x4x4", "v5e:1x1", "v5e:2x2", "v5e:4x4*2", "v5e:16x16", "v5p:1x1x1"),
-    *("v5p:4x4x4", "v5p:2x4x4*2", "v6e:4x8", "tpu7x:1x1x1", "tpu7x:2x2x2", "tpu7x:4x4x4*2"),
+    *("v4:2x2x2", "v4:4x4x4", "v5e:1x1", "v5e:2x2", "v5e:4x4*2", "v5e:16x16", "v5p:2x2x1"),
+    *("v5p:4x4x4", "v5p:2x4x4*2", "v6e:4x8", "tpu7x:2x2x1", "tpu7x:2x2x2", "tpu7x:4x4x4*2"),
 )
 
 

@@ -38,6 +38,15 @@ class Figure:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """All shapes that slices of a chip can have, with what vouches for it as in `Figure`."""
+
+    value: tuple[tuple[int, ...], ...]
+    source: str
+    date: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """How devices are joined at one level.
 
@@ -88,6 +97,8 @@ class Chip:
         of a host (GPU).
       max_shape: the largest slice, its extents in any order; where slices are made of whole cubes,
         no other slice may have more chips. () where there is no limit.
+      max_extent: of slices of whole cubes, the longest dimension that is offered; None: any.
+      shapes: all slices there are; None where `host_shape`, `max_shape` and cubes say it.
       links: innermost first.
       target_config: GPU: the text of XLA's GpuTargetConfigProto; "" for TPU.
       chip_config: TPU: libtpu's name for how the cores of a chip are used; "" for its default.
@@ -110,6 +121,8 @@ class Chip:
     links: tuple[Link, ...]
     target_config: str
     chip_config: str = ""
+    max_extent: int | None = None
+    shapes: Shapes | None = None
 
     def __hash__(self) -> int:
         # Of mappings there is no hash; equal chips have equal names and kinds.
@@ -132,6 +145,8 @@ def _plain(value: object) -> object:
     """Plain JSON of a field, of a figure only its value."""
     if isinstance(value, Figure):
         return value.value
+    if isinstance(value, Shapes):
+        return _plain(value.value)
     if isinstance(value, Link):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

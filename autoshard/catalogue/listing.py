@@ -5,7 +5,7 @@ import os
 import textwrap
 from collections.abc import Iterator, Mapping
 
-from autoshard.catalogue.chips import Chip, Figure, Link
+from autoshard.catalogue.chips import Chip, Figure, Link, Shapes
 from autoshard.catalogue.loading import catalogue
 from autoshard.compat.compilers import compiler_version, require_compiler
 from autoshard.errors import TargetError
@@ -49,11 +49,16 @@ class Targets:
         """
         if name not in self.chips:
             raise TargetError(f"got chip {name!r}, expected one of {', '.join(self.chips)}")
+        chip = self.chips[name]
+        told: list[tuple[str, str, Figure | Shapes]] = [
+            (field, _amount(figure), figure) for field, figure in figures(chip)
+        ]
+        if chip.shapes is not None:
+            shapes = ", ".join("x".join(map(str, shape)) for shape in chip.shapes.value)
+            told.append(("shapes", shapes, chip.shapes))
         return "\n".join(
-            _wrapped(
-                f"{field}: ", f"{_amount(figure)}. {figure.source} ({figure.date or 'no date'})"
-            )
-            for field, figure in figures(self.chips[name])
+            _wrapped(f"{field}: ", f"{amount}. {of.source} ({of.date or 'no date'})")
+            for field, amount, of in told
         )
 
     def __str__(self) -> str:
@@ -86,6 +91,8 @@ def examples(chip: Chip) -> tuple[str, ...]:
     """Names of targets with this chip: one host, more of them, two slices."""
     if chip.platform == "tpu":
         shapes = [chip.host_shape, (4,) * chip.dims]
+        if chip.shapes is not None and not set(shapes) <= set(chip.shapes.value):
+            shapes = [chip.shapes.value[0], chip.shapes.value[-1]]
     else:
         shapes = [(1, *chip.host_shape), (4, *chip.host_shape)]
     names = [f"{chip.name}:{'x'.join(map(str, shape))}" for shape in shapes]
@@ -124,7 +131,9 @@ def _described(chip: Chip) -> list[str]:
         else f"{chip.devices_per_chip} devices a chip",
         f"hosts of {shape} {'chips' if tpu else 'devices'}",
     ]
-    if chip.max_shape:
+    if chip.shapes is not None:
+        parts.append(f"slices of {', '.join('x'.join(map(str, s)) for s in chip.shapes.value)}")
+    elif chip.max_shape:
         parts.append(f"slices up to {'x'.join(map(str, chip.max_shape))}")
     rates = ", ".join(f"{dtype} {_amount(figure)}" for dtype, figure in chip.flops.items())
     memory = f"{_amount(chip.memory_bytes)}, usable {_amount(chip.usable_bytes)}"

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Never
 
-from autoshard.catalogue.chips import DTYPES, LEVELS, Chip, Figure, Link
+from autoshard.catalogue.chips import DTYPES, LEVELS, Chip, Figure, Link, Shapes
 from autoshard.errors import TargetError
 
 FILES = ("tpu.toml", "gpu.toml")
@@ -40,9 +40,12 @@ MAY_BE_ZERO = ("launch_s", "latency")
 CHIP_FIELDS = (
     *("platform", "device_kind", "flops", "element_flops", "memory_bytes", "usable_bytes"),
     *("memory_bandwidth", "clock_hz", "launch_s", "devices_per_chip", "host_shape", "max_shape"),
-    *("links", "target_config", "chip_config"),
+    *("max_extent", "shapes", "links", "target_config", "chip_config"),
 )
-OPTIONAL = ("clock_hz", "max_shape", "target_config", "chip_config")
+OPTIONAL = ("clock_hz", "max_shape", "max_extent", "shapes", "target_config", "chip_config")
+LIMITS = ("max_shape", "max_extent", "shapes")
+"""What bounds a slice: a chip that says one of them, or other hosts, inherits none."""
+
 FIGURE_FIELDS = ("value", "unit", "source", "date")
 LINK_FIELDS = ("kind", "bandwidth", "latency", "domain", "wraps_at", "cubes")
 
@@ -157,6 +160,8 @@ def _resolved(
             where.at("inherits").fail(
                 repr(parent), f"a chip: {_near(parent, [*own, *base])}{', '.join([*base, *own])}"
             )
+        if any(field in table for field in ("host_shape", *LIMITS)):
+            inherited = {field: v for field, v in inherited.items() if field not in LIMITS}
         done[name] = _merged(inherited, table)
         return done[name]
 
@@ -197,6 +202,9 @@ def _chip(table: _Table, where: _Where) -> Chip:
     max_shape: tuple[int, ...] = ()
     if table.get("max_shape"):
         max_shape = _shape(table["max_shape"], where.at("max_shape"), (dims,))
+    shapes = table.get("shapes") or None
+    if not tpu and (shapes or table.get("max_extent")):
+        where.at("shapes" if shapes else "max_extent").fail("a value", "none (GPU)")
     chip = Chip(
         name=where.chip,
         platform=platform,
@@ -217,6 +225,8 @@ def _chip(table: _Table, where: _Where) -> Chip:
         chip_config=(
             _text(table["chip_config"], where.at("chip_config")) if "chip_config" in table else ""
         ),
+        max_extent=_count_or(table.get("max_extent", "any"), "any", where.at("max_extent")),
+        shapes=_shapes(shapes, where.at("shapes"), dims) if shapes else None,
     )
     if chip.usable_bytes.value > chip.memory_bytes.value:
         where.at("usable_bytes").fail(
@@ -237,6 +247,16 @@ def _check_links(chip: Chip, where: _Where) -> None:
     inner = chip.link("chip")
     if inner is not None and inner.domain != chip.devices_per_chip:
         where.at("chip.domain").fail(inner.domain, f"devices_per_chip {chip.devices_per_chip}")
+    host = math.prod(chip.host_shape) * chip.devices_per_chip
+    for link in chip.links:
+        divides = link.level == "nvlink"
+        if link.level == "chip" or link.domain is None or link.domain % host == 0:
+            continue
+        if not (divides and host % link.domain == 0):
+            part = ", or a divisor of it" if divides else ""
+            where.at(f"{link.level}.domain").fail(
+                link.domain, f"a multiple of the {host} devices of a host{part}"
+            )
 
 
 def _rates(value: object, where: _Where) -> dict[str, Figure]:
@@ -293,9 +313,7 @@ def _figure(value: object, where: _Where) -> Figure:
         if value.get("unit", unit) != unit:
             where.at("unit").fail(repr(value["unit"]), repr(unit))
         source = _text(value["source"], where.at("source"))
-        date = _text(value["date"], where.at("date"))
-        if not _DATE.fullmatch(date):
-            where.at("date").fail(repr(date), "'YYYY', 'YYYY-MM' or 'YYYY-MM-DD', in quotes")
+        date = _date(value["date"], where.at("date"))
         value, where = value["value"], where.at("value")
     may_be_zero = any(part in MAY_BE_ZERO for part in where.field.split("."))
     expected = f"a finite number {'of at least' if may_be_zero else 'above'} zero, in {unit}"
@@ -347,6 +365,31 @@ def _shape(value: object, where: _Where, sizes: Sequence[int]) -> tuple[int, ...
     if not isinstance(value, list) or len(value) not in sizes:
         where.fail(repr(value), wanted)
     return tuple(_count(extent, where) for extent in value)
+
+
+def _shapes(value: object, where: _Where, dims: int) -> Shapes:
+    """Shapes of slices: a table of value, source and date, or a list the file alone vouches for."""
+    source, date = f"a list in {where.file}", ""
+    if isinstance(value, dict):
+        _known(value, ("value", "source", "date"), where)
+        for field in ("value", "source", "date"):
+            if field not in value:
+                where.at(field).fail("nothing", "value, source and date, or a plain list")
+        source = _text(value["source"], where.at("source"))
+        date = _date(value["date"], where.at("date"))
+        value, where = value["value"], where.at("value")
+    if not isinstance(value, list):
+        where.fail(repr(value), "a list of shapes, such as [[1, 1], [2, 2]]")
+    return Shapes(
+        value=tuple(_shape(shape, where, (dims,)) for shape in value), source=source, date=date
+    )
+
+
+def _date(value: object, where: _Where) -> str:
+    date = _text(value, where)
+    if not _DATE.fullmatch(date):
+        where.fail(repr(date), "'YYYY', 'YYYY-MM' or 'YYYY-MM-DD', in quotes")
+    return date
 
 
 def _known(table: Iterable[str], fields: Sequence[str], where: _Where) -> None:

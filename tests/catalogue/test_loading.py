@@ -205,6 +205,10 @@ def test_a_missing_figure_is_named(read, field):
         ("devices_per_chip", "2", "links: got ici, expected a link of level 'chip'"),
         ("host_shape", "[2]", r"host_shape: got \[2\], expected a list of 2 or 3"),
         ("host_shape", "[2, 2.0]", r"host_shape: got 2\.0, expected a whole number"),
+        ("host_shape", "[2, 2]\nshapes = 3", r"shapes: got 3, expected a list of shapes"),
+        ("host_shape", "[2, 2]\nshapes = [[1]]", r"shapes: got \[1\], expected a list of 2"),
+        ("host_shape", "[2, 2]\nshapes = { value = [] }", r"shapes\.source: got nothing"),
+        ("host_shape", "[2, 2]\nmax_extent = 0", "max_extent: got 0, expected a whole number"),
         ("kind", '"ring"', r"links\.ici\.kind: got 'ring', expected 'torus' or 'switch'"),
         ("kind", '"torus"\ndomain = 8', r"links\.ici\.domain: got 8, expected nothing"),
         ("kind", '"switch"\nwraps_at = 4', r"links\.ici\.wraps_at: got 4, expected nothing"),
@@ -255,3 +259,23 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(TargetError, match="not a TOML file"):
         catalogue(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize("domain", [1, 2, 4, 8, 16, 72])
+def test_a_domain_of_whole_hosts_or_of_equal_parts_of_one_is_taken(read, domain):
+    own = f'[chip.mine]\ninherits = "h100"\n[chip.mine.links.nvlink]\ndomain = {domain}\n'
+    assert read(own)["mine"].link("nvlink").domain == domain
+
+
+@pytest.mark.parametrize(
+    "level, domain, message",
+    [
+        ("nvlink", 3, r"got 3, expected a multiple of the 8 devices of a host, or a divisor"),
+        ("nvlink", 12, r"got 12, expected a multiple of the 8 devices of a host, or a divisor"),
+        ("network", 4, r"got 4, expected a multiple of the 8 devices of a host$"),
+    ],
+)
+def test_a_domain_that_cuts_hosts_apart_unevenly_is_refused(read, level, domain, message):
+    own = f'[chip.mine]\ninherits = "h100"\n[chip.mine.links.{level}]\ndomain = {domain}\n'
+    with pytest.raises(CatalogueError, match=rf"links\.{level}\.domain: {message}"):
+        read(own)
