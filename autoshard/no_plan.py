@@ -1,5 +1,6 @@
 """Why no plan can be returned, and what would help, in words."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -42,19 +43,29 @@ def why_no_plan(
         )
     judged = [(t, i, n) for i, t in enumerate(found.trials) if (n := _peak(t, target))]
     too_large = [x for x in judged if x[2] > limit_bytes]
-    if not judged or not too_large:
-        kinds: dict[str, int] = {}
-        example = ""
-        for trial in found.trials:
-            if trial.failure is not None:
-                kinds[trial.failure.kind] = kinds.get(trial.failure.kind, 0) + 1
-                example = example or trial.failure.message
-        told = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-        return f"every candidate failed ({told or 'none was judged'}); the first: {example[:500]}"
+    # A failure that is no OOM says nothing of memory: more of it would not help.
+    stopped = [
+        t.failure
+        for t, _, peak in judged
+        if peak <= limit_bytes and t.failure is not None and t.failure.kind is not Kind.OOM
+    ]
+    if not too_large and not stopped:
+        every = [t.failure for t in found.trials if t.failure is not None]
+        example = every[0].message if every else ""
+        told = _kinds(every) or "none was judged"
+        return f"every candidate failed ({told}); the first: {example[:500]}"
+    lines: list[str] = []
+    if stopped:
+        lines += _why_stopped(stopped)
+        if not any(_compiler_says(t) for t, _, _ in too_large):
+            if too_large:
+                lines.append(f"{len(too_large)} more are too large by rung 1 alone.")
+            return "\n".join(lines)
+        lines.append("Of those that the compiler judged:")
     trial, index, peak = min(too_large, key=lambda x: (not _compiler_says(x[0]), x[2]))
     state = trial.estimate.state_bytes if trial.estimate else 0
     layout = trial.candidate.layout
-    lines = [
+    lines += [
         f"no layout fits {mebibytes(limit_bytes)} a device on {target.describe()}"
         f" ({target.memory_source}, headroom taken off).",
         f"The closest needs {mebibytes(peak)}, {mebibytes(peak - limit_bytes)} too much"
@@ -84,6 +95,34 @@ def why_no_plan(
     lines += [f"  - {line}," for line in advice[:-1]]
     lines.append(f"  - or {advice[-1]}.")
     return "\n".join(lines)
+
+
+_REMEDIES = {
+    Kind.TIMEOUT: "give each compilation longer: Budget(compile_seconds=...)",
+    Kind.CRASH: "see the message, and the workers' output in the folder workers/ beside the"
+    " journal; where an executor was given, whether it still runs",
+    Kind.UNSUPPORTED: "change in the step what the message names, or take another jax",
+    Kind.NUMERICS: "check the step on one device first: non-finite values there stay non-finite",
+}
+"""What to do about failures that have nothing to do with memory."""
+
+
+def _why_stopped(failures: Sequence[Failure]) -> list[str]:
+    """Of layouts that fit as far as is known, and failed all the same: how, and what to do."""
+    first = failures[0]
+    lines = [
+        "layouts that fit, as far as is known, failed otherwise"
+        f" ({_kinds(failures)}); the first, in {first.stage}: {first.kind}: {first.message[:500]}",
+        "What to do:",
+    ]
+    kinds = {f.kind for f in failures}
+    return lines + [f"  - {kind}: {text}." for kind, text in _REMEDIES.items() if kind in kinds]
+
+
+def _kinds(failures: Sequence[Failure]) -> str:
+    """`3 crash, 1 timeout`."""
+    counts = collections.Counter(str(f.kind) for f in failures)
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
 
 
 def _compiler_says(trial: Trial) -> bool:
