@@ -160,9 +160,9 @@ def find_target(
     first = devices[0]
     limit, source = memory_bytes, "memory_bytes"
     if limit is None:
-        stats = first.memory_stats() if first.platform != "cpu" else None
-        if stats and "bytes_limit" in stats:
-            limit, source = int(stats["bytes_limit"]), "the device's own limit"
+        own = _own_limit_bytes(devices) if first.platform != "cpu" else None
+        if own is not None:
+            limit, source = own, "the device's own limit"
         else:
             limit = _host_memory_bytes() // len(devices)
             source = "host memory divided by devices"
@@ -196,6 +196,26 @@ def _named(topology: Topology, memory_bytes: int | None) -> Target:
         shared_host=False,
         topology=topology,
     )
+
+
+def _own_limit_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """What a device says it can hold; None where devices do not say it.
+
+    In a job of many processes only the devices of this one can be asked.
+
+    Raises:
+      TargetError: none of them is this process's.
+    """
+    process = devices[0].client.process_index()
+    here = next((d for d in devices if d.process_index == process), None)
+    if here is None:
+        raise TargetError(
+            f"got {len(devices)} devices of which none belongs to process {process}, where this"
+            " runs: what they hold cannot be asked; add a device of this process, or give"
+            " memory_bytes"
+        )
+    stats = here.memory_stats()
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def _check_memory(limit: int) -> None:
