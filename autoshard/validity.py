@@ -9,7 +9,6 @@ from autoshard import hlo
 from autoshard.analysis import analyse
 from autoshard.budget import Budget
 from autoshard.compat.device_order import known_kind
-from autoshard.compat.executable import compile_module
 from autoshard.compat.versions import versions
 from autoshard.driver import Subject
 from autoshard.errors import PlanError, WorkloadError
@@ -18,10 +17,10 @@ from autoshard.plan import Plan
 from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
 from autoshard.program import trace
 from autoshard.report.words import mebibytes
-from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
+from autoshard.rungs.compile_job import compile_in_process, compile_on, request_for
 from autoshard.subjects import ModelFn, knob_values, make_subject
 from autoshard.target import Target
-from autoshard.trial import Collective, Estimate, Failure
+from autoshard.trial import Collective, Estimate, Failure, Kind
 
 
 def checked_plan(
@@ -106,13 +105,10 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
             result = compile_in_process(
                 request_for(module, target, folder, Budget().compile_seconds)
             )
-        if isinstance(result, Failure):
-            raise PlanError(f"the plan does not compile here: {result.kind}: {result.message}")
     else:
-        executable = compile_module(module, target.devices)
-        result = CompileResult(
-            memory=executable.memory, hlo_text=executable.hlo_text, warnings=(), elapsed_s=0.0
-        )
+        result = compile_on(module, target.devices)
+    if isinstance(result, Failure):
+        raise PlanError(_why_not_compiled(result, target))
     if result.memory.peak_bytes > target.memory_bytes:
         raise PlanError(
             f"the plan needs {mebibytes(result.memory.peak_bytes)} a device, {target.describe()}"
@@ -134,6 +130,18 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
         for kind, group in sorted(set(old) | set(new))
         if old.get((kind, group), 0) != new.get((kind, group), 0)
     ]
+
+
+def _why_not_compiled(failure: Failure, target: Target) -> str:
+    """Some compilers refuse what is too large for the device (TPU), and say by how much."""
+    if failure.kind is not Kind.OOM:
+        return f"the plan does not compile here: {failure.kind}: {failure.message}"
+    missing = failure.missing_bytes
+    excess = f"{mebibytes(missing)} more than" if missing else "more memory than"
+    return (
+        f"the plan needs {excess} {target.describe()} have, their compiler says: search again on"
+        f" these devices, or load it on larger ones: {failure.message}"
+    )
 
 
 def _bytes(collectives: Sequence[Collective]) -> dict[tuple[str, int], int]:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import validity
+from autoshard import api, validity
 from autoshard.errors import PlanError
 from autoshard.plan_file import read_plan, write_plan
+from autoshard.rungs import compile_job
 from autoshard.rungs.compile_job import CompileResult
+from autoshard.target import find_target
 from autoshard.trial import Estimate, Failure, Kind, Stage
 from tests import workloads
 from tests.workloads import mlp
@@ -276,6 +278,22 @@ def test_a_plan_that_no_longer_compiles_is_an_error(saved, monkeypatch):
     failure = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="the compiler is unwell")
     monkeypatch.setattr(validity, "compile_in_process", lambda request: failure)
     assert "does not compile here: crash: the compiler is unwell" in str(refused(saved))
+
+
+def test_a_plan_too_large_for_a_live_accelerator_is_a_plan_error(saved, monkeypatch):
+    """There the compiler itself refuses what does not fit, in this process."""
+    live = dataclasses.replace(find_target(DEVICES), platform="tpu", shared_host=False)
+    monkeypatch.setattr(api, "find_target", lambda *_: live)
+    text = "RESOURCE_EXHAUSTED: Used 65.97G of 15.75G hbm. Exceeded hbm capacity by 50.22G."
+
+    def refuse(module, devices):
+        raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(compile_job, "compile_module", refuse)
+    error = str(refused(saved, check_target=False))
+    assert "needs 50.22 GiB more than 8 cpu devices have" in error and text in error
+    text = "INTERNAL: the compiler is unwell"
+    assert f"does not compile here: crash: {text}" in str(refused(saved, check_target=False))
 
 
 def test_collectives_that_differ_are_listed(altered, searched):
