@@ -159,8 +159,8 @@ def load_plan(
     """Loads a plan for the same model, on devices that are here or that are named.
 
     The program is compiled again before anything is allocated: its peak memory is checked, and its
-    collectives are compared with the record by kind, bytes and group; what differs is noted in
-    `plan.evidence.notes`.
+    collectives are compared with the record by kind, bytes, group and mesh axes; what differs is
+    noted in `plan.evidence.notes`.
 
     Args:
       check_target: False relaxes platform and kind of device, never the model or the device count.

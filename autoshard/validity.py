@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autoshard import hlo
 from autoshard.analysis import analyse
@@ -122,14 +122,7 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
     then = record.evidence.trials[ranking[0]].compiled if ranking else None
     if not isinstance(then, Estimate):
         return []
-    old, new = _bytes(then.collectives), _bytes(now)
-    return [
-        f"collectives differ from the record: {kind} in groups of {group}: recorded"
-        f" {mebibytes(old.get((kind, group), 0))} a step,"
-        f" now {mebibytes(new.get((kind, group), 0))}"
-        for kind, group in sorted(set(old) | set(new))
-        if old.get((kind, group), 0) != new.get((kind, group), 0)
-    ]
+    return collective_differences(then.collectives, now)
 
 
 def _why_not_compiled(failure: Failure, target: Target) -> str:
@@ -144,10 +137,41 @@ def _why_not_compiled(failure: Failure, target: Target) -> str:
     )
 
 
-def _bytes(collectives: Sequence[Collective]) -> dict[tuple[str, int], int]:
-    """Bytes a step by kind and group size."""
-    found: dict[tuple[str, int], int] = {}
+_Group = tuple[str, int, tuple[str, ...]]
+"""Kind of a collective, devices of a group, the mesh axes it runs over; () where none are known."""
+
+
+def collective_differences(then: Sequence[Collective], now: Sequence[Collective]) -> list[str]:
+    """How the collectives of a program differ from those recorded: by kind, group and mesh axes.
+
+    Groups that are no product of mesh axes on one side may be any on the other: of those that
+    differ only the sums over all axes are compared.
+    """
+    old, new = _bytes(then), _bytes(now)
+    differ = {key for key in {*old, *new} if old.get(key, 0) != new.get(key, 0)}
+    unknown = {(kind, group) for kind, group, axes in differ if not axes}
+
+    def merged(found: Mapping[_Group, int]) -> dict[_Group, int]:
+        sums: dict[_Group, int] = {}
+        for kind, group, axes in differ:
+            key = (kind, group, () if (kind, group) in unknown else axes)
+            sums[key] = sums.get(key, 0) + found.get((kind, group, axes), 0)
+        return sums
+
+    new = merged(new)
+    return [
+        f"collectives differ from the record: {kind} in groups of {group}"
+        f"{' over ' + '+'.join(axes) if axes else ''}: recorded {mebibytes(recorded)} a step,"
+        f" now {mebibytes(new[kind, group, axes])}"
+        for (kind, group, axes), recorded in sorted(merged(old).items())
+        if recorded != new[kind, group, axes]
+    ]
+
+
+def _bytes(collectives: Sequence[Collective]) -> dict[_Group, int]:
+    """Bytes a step by kind, group size and mesh axes."""
+    found: dict[_Group, int] = {}
     for c in collectives:
-        key = (c.kind, c.group_size)
+        key = (c.kind, c.group_size, c.mesh_axes)
         found[key] = found.get(key, 0) + c.total_bytes
     return found

@@ -108,10 +108,36 @@ def test_a_search_for_hardware_that_is_not_here(
     for _ in range(2):
         state, metrics = loaded.step(state, batch)
     assert np.isfinite(metrics["loss"])
+    assert not any("collectives differ" in note for note in loaded.evidence.notes), "it has none"
     with pytest.raises(autoshard.PlanError, match="another model"):
         autoshard.load_plan(
             path, lambda: workloads.mlp(rate=0.2), jax.devices()[:8], check_target=False
         )
+
+
+@pytest.mark.deviceless
+def test_loading_elsewhere_notes_collectives_that_run_over_other_axes(tmp_path) -> None:
+    """A plan that communicates, its record altered to do so over another mesh axis."""
+    needs("tpu")
+    plan = autoshard.search(workloads.mlp, "v5e:2x4", budget=BUDGET, fix={"batch": ("x",)})
+    path = tmp_path / "plan.json"
+    plan.save(str(path))
+
+    def notes() -> list[str]:
+        loaded = autoshard.load_plan(path, workloads.mlp, jax.devices()[:8], check_target=False)
+        return [n for n in loaded.evidence.notes if n.startswith("collectives differ")]
+
+    assert not [n for n in notes() if "over" not in n], "the axes of all groups are known"
+    data = json.loads(path.read_text())
+    compiled = data["evidence"]["trials"][data["evidence"]["ranking"][0]]["compiled"]
+    recorded = {c["kind"] for c in compiled["collectives"]}
+    for collective in compiled["collectives"]:
+        collective["mesh_axes"] = ["elsewhere"]
+    path.write_text(json.dumps(data))
+    for kind in recorded:
+        said = [n for n in notes() if kind in n]
+        assert any("over elsewhere: recorded" in n and n.endswith("now 0 B") for n in said)
+        assert any("over x: recorded 0 B" in n for n in said)
 
 
 @pytest.mark.parametrize(("platform", "name"), SMALL)

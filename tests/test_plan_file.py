@@ -17,7 +17,7 @@ from autoshard.plan_file import read_plan, write_plan
 from autoshard.rungs import compile_job
 from autoshard.rungs.compile_job import CompileResult
 from autoshard.target import find_target
-from autoshard.trial import Estimate, Failure, Kind, Stage
+from autoshard.trial import Collective, Estimate, Failure, Kind, Stage
 from tests import workloads
 from tests.workloads import mlp
 
@@ -326,6 +326,34 @@ def test_collectives_that_differ_are_listed(altered, searched):
         " now 0 B" in notes
     )
     assert all(any(kind in n and "recorded 0 B" in n for n in notes) for kind in actual)
+
+
+def gathers(axes: tuple[str, ...], bytes_: int = 2**20, count: int = 1) -> Collective:
+    return Collective(kind="all_gather", group_size=4, mesh_axes=axes, bytes=bytes_, count=count)
+
+
+def test_a_collective_that_moved_to_another_mesh_axis_differs():
+    """The same bytes in groups of the same size, now over hosts instead of inside them."""
+    before, after = (
+        [gathers(("hosts",)), gathers(("inside",), count=2)],
+        [gathers(("inside",)) for _ in range(3)],
+    )
+    head = "collectives differ from the record: all_gather in groups of 4"
+    assert validity.collective_differences(before, after) == [
+        f"{head} over hosts: recorded 1.0 MiB a step, now 0 B",
+        f"{head} over inside: recorded 2.0 MiB a step, now 3.0 MiB",
+    ]
+    assert validity.collective_differences(after, after[::-1]) == []
+
+
+def test_collectives_whose_axes_are_unknown_are_compared_in_sum():
+    some, none, other = gathers(("x",)), gathers(()), gathers(("y",))
+    assert validity.collective_differences([some, some], [some, none]) == []
+    assert validity.collective_differences([none], [none]) == []
+    (note,) = validity.collective_differences([some], [none, none])
+    assert note.endswith("all_gather in groups of 4: recorded 1.0 MiB a step, now 2.0 MiB")
+    # What is equally unknown on both sides hides nothing.
+    assert len(validity.collective_differences([some, none], [other, none])) == 2
 
 
 def test_a_program_whose_collectives_cannot_be_read_is_noted(saved, monkeypatch):
