@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from autoshard.cost import CostModel
@@ -12,6 +13,7 @@ from autoshard.report.words import mebibytes, mesh_in_words, rules_in_words
 from autoshard.rungs.propagate import Propagator
 from autoshard.subjects import KnobValue, ModelFn
 from autoshard.target import Target
+from autoshard.topology import at_least
 from autoshard.trial import Estimate, Failure, Kind, Stage, Trial
 
 
@@ -80,7 +82,7 @@ def why_no_plan(
             " (if what is not state grows with it),"
         )
     lines.append(f"  - {_more_devices(subject, trial, peak, limit_bytes, target, cost)},")
-    lines.append(f"  - memory_bytes of at least {_ceil(peak, limit_bytes, target)},")
+    lines += [f"  - {line}," for line in _more_memory(peak, limit_bytes, target)]
     here = trial.propagated
     nearest = Nearest(
         program=subject.analysis.program,
@@ -161,6 +163,9 @@ def _more_devices(
         cost = CostModel(cost.constants)
         scale = peak / here.peak_memory_bytes  # how far rung 1 is off
         for factor in (2, 4, 8, 16, 32):
+            devices = _so_many(target, target.device_count * factor, exactly=True)
+            if devices is None:
+                continue
             for i, (name, size) in enumerate(layout.mesh):
                 mesh = (*layout.mesh[:i], (name, size * factor), *layout.mesh[i + 1 :])
                 space = dataclasses.replace(subject.space, meshes=(mesh,))
@@ -173,14 +178,38 @@ def _more_devices(
                 needed = judged.peak_memory_bytes * scale
                 if needed <= limit_bytes:
                     return (
-                        f"{target.device_count * factor} devices instead of"
-                        f" {target.device_count}: by the same rules on {mesh_in_words(wider)} about"
+                        f"{devices}: by the same rules on {mesh_in_words(wider)} about"
                         f" {mebibytes(needed)} each"
                     )
     count = int(target.device_count * peak / limit_bytes) + 1
-    return f"about {count} devices instead of {target.device_count} (if everything divides)"
+    devices = _so_many(target, count)
+    if devices is None:
+        return f"another chip: no target of {target.describe()} has the {count} devices it takes"
+    return f"about {devices} (if everything divides)"
 
 
-def _ceil(peak: int, limit_bytes: int, target: Target) -> int:
-    """The device memory whose limit, headroom taken off as here, is the candidate's peak."""
-    return 1 - (-peak * target.memory_bytes // max(limit_bytes, 1))
+def _so_many(target: Target, count: int, exactly: bool = False) -> str | None:
+    """So many devices in words; of hardware with a name the smallest target that has them.
+
+    None where there is no such target, or none with exactly so many.
+    """
+    name = ""
+    if target.topology is not None:
+        larger = at_least(target.topology, count)
+        if larger is None or (exactly and larger.device_count != count):
+            return None
+        name, count = f"{larger.name}, ", larger.device_count
+    return f"{name}{count} devices instead of {target.device_count}"
+
+
+def _more_memory(peak: int, limit_bytes: int, target: Target) -> list[str]:
+    """What else to say of the memory of a device: nothing beyond what named hardware has."""
+    # The device memory whose limit, headroom taken off as here, is the candidate's peak.
+    needed = 1 - (-peak * target.memory_bytes // max(limit_bytes, 1))
+    found = []
+    if target.topology is None or needed <= target.topology.chip.memory_bytes.value:
+        found.append(f"memory_bytes of at least {needed}")
+    if limit_bytes < peak <= target.memory_bytes:
+        headroom = math.floor((1 - peak / target.memory_bytes) * 1000) / 1000
+        found.append(f"memory_headroom of at most {headroom}")
+    return found

@@ -131,12 +131,12 @@ def find_target(
     Args:
       mesh: a `jax.sharding.Mesh` (Auto or Explicit axes: the devices are what counts), a sequence
         of devices, or the name of hardware that is not here, such as "v5p:4x4x4".
-      memory_bytes: overrides what one device can hold.
+      memory_bytes: overrides what one device can hold; of named hardware at most all it has.
       hardware: a catalogue file of the user's own.
 
     Raises:
       TargetError: no devices, something that is not a mesh, a name that no hardware has, or its
-        compiler is not installed.
+        compiler is not installed; memory_bytes above what the named hardware has.
     """
     given: tuple[tuple[str, int], ...] = ()
     if isinstance(mesh, Mesh):
@@ -185,6 +185,12 @@ def _named(topology: Topology, memory_bytes: int | None) -> Target:
     limit, source = memory_bytes, "memory_bytes"
     if limit is None:
         limit, source = int(chip.usable_bytes.value), chip.usable_bytes.source
+    if limit > chip.memory_bytes.value:
+        raise TargetError(
+            f"got memory_bytes {limit}, expected at most {int(chip.memory_bytes.value)}, which is"
+            f" all that a device of {topology.name} has; correct the chip in a catalogue file of"
+            " your own (hardware=) if it has more"
+        )
     _check_memory(limit)
     return Target(
         devices=(),

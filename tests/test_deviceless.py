@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 
 import jax
 import numpy as np
@@ -148,6 +149,8 @@ def test_what_fits_nowhere_is_told_with_what_would_help(platform: str, name: str
     text = str(error.value)
     assert "no layout fits" in text and name in text and "closest needs" in text
     assert "devices instead of 8" in text
+    larger = re.search(rf"({name.partition(':')[0]}:\S+), (\d+) devices instead of 8", text)
+    assert larger and find_target(larger[1]).device_count == int(larger[2]) > 8
 
 
 @pytest.mark.parametrize(("platform", "name"), SMALL)
@@ -186,3 +189,17 @@ def test_an_oom_of_the_compiler_is_a_typed_failure() -> None:
         compiled=Failure(stage=Stage.COMPILE, kind=Kind.OOM, message="", missing_bytes=5),
     )
     assert _peak(trial, target) == 15_000_000_005
+
+
+def test_no_advice_goes_beyond_the_memory_that_hardware_has() -> None:
+    from autoshard.no_plan import _more_memory
+
+    here = find_target(jax.devices()[:8], 15_000_000_000)
+    there = dataclasses.replace(here, topology=tpu(2, 2, 2), devices=())  # 15e9 usable of 16e9
+    limit = 14_250_000_000
+    assert _more_memory(14_400_000_000, limit, there) == [
+        "memory_bytes of at least 15157894738",
+        "memory_headroom of at most 0.04",
+    ]
+    assert _more_memory(20_000_000_000, limit, there) == []
+    assert _more_memory(20_000_000_000, limit, here) == ["memory_bytes of at least 21052631580"]

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from autoshard import target as target_module
 from autoshard.errors import TargetError
 from autoshard.target import find_target
 
@@ -87,3 +88,10 @@ def test_only_devices_of_this_process_are_asked_what_they_hold(monkeypatch):
     with pytest.raises(TargetError, match=r"none belongs to process 1.*give memory_bytes"):
         find_target(devices[:4])
     assert find_target(devices[:4], 123).memory_bytes == 123
+
+
+def test_named_hardware_has_no_more_memory_than_its_chip(monkeypatch):
+    monkeypatch.setattr(target_module, "require_compiler", lambda platform: "")
+    assert find_target("h100:1x8", 79 * 2**30).memory_bytes == 79 * 2**30, "more than is usable"
+    with pytest.raises(TargetError, match=r"got memory_bytes 214748364800, expected at most 8\d+"):
+        find_target("h100:1x8", 200 * 2**30)
