@@ -160,7 +160,8 @@ def load_plan(
 
     The program is compiled again before anything is allocated: its peak memory is checked, and its
     collectives are compared with the record by kind, bytes, group and mesh axes; what differs is
-    noted in `plan.evidence.notes`.
+    noted in `plan.evidence.notes`, and so are devices that stand otherwise (hosts, slices, torus)
+    and another version of the compiler.
 
     Args:
       check_target: False relaxes platform and kind of device, never the model or the device count.

@@ -59,8 +59,12 @@ class Target:
     @property
     def uneven(self) -> bool:
         """Whether it matters which mesh axis runs over which links."""
-        positions = self.topology.positions if self.topology else _positions(self.devices)
-        return self.platform == "tpu" or len({(p.slice, p.host) for p in positions}) > 1
+        return self.platform == "tpu" or len({(p.slice, p.host) for p in self.positions}) > 1
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Where each device stands, as far as it says it."""
+        return self.topology.positions if self.topology else _positions(self.devices)
 
     @property
     def hardware(self) -> Hardware | None:
@@ -88,8 +92,7 @@ class Target:
         given = tuple((name, n) for name, n in self.given if n > 1)
         if self.shared_host or (given and given == tuple((m, n) for m, n in axes if n > 1)):
             return tuple(range(self.device_count))
-        positions = self.topology.positions if self.topology else _positions(self.devices)
-        return device_order(positions, self.device_kind, self.platform, sizes)
+        return device_order(self.positions, self.device_kind, self.platform, sizes)
 
     def mesh(self, shape: Sequence[tuple[str, int]]) -> Mesh:
         """A mesh of Auto axes over the devices; () gives one axis of size one.

@@ -123,6 +123,23 @@ class Topology:
         return options
 
 
+def arrangement(positions: Sequence[Position], tpu: bool) -> dict[str, list[int]]:
+    """How devices stand, as far as links depend on it, for comparing and as JSON.
+
+    Returns:
+      "hosts", and of TPUs "slices" and "torus": numbers of them, and the extents of a slice above
+      one, rising, because which way a torus is turned says nothing. Of GPUs jax says other slices
+      than names do: left out.
+    """
+    found = {"hosts": [len({p.host for p in positions})]}
+    if tpu:
+        first = [p.coords for p in positions if p.slice == positions[0].slice]
+        extents = (max(along) - min(along) + 1 for along in zip(*first, strict=True))
+        found["slices"] = [len({p.slice for p in positions})]
+        found["torus"] = sorted(n for n in extents if n > 1)
+    return found
+
+
 @functools.lru_cache(maxsize=8)
 def _positions(topology: Topology) -> tuple[Position, ...]:
     host_shape, shape = topology.host_shape, topology.shape

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from autoshard import hlo
 from autoshard.analysis import analyse
 from autoshard.budget import Budget
+from autoshard.catalogue import catalogue
 from autoshard.compat.device_order import known_kind
 from autoshard.compat.versions import versions
 from autoshard.driver import Subject
-from autoshard.errors import PlanError, WorkloadError
+from autoshard.errors import PlanError, TargetError, WorkloadError
 from autoshard.lowering import lower_step
 from autoshard.plan import Plan
 from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
@@ -20,6 +21,7 @@ from autoshard.report.words import mebibytes
 from autoshard.rungs.compile_job import compile_in_process, compile_on, request_for
 from autoshard.subjects import ModelFn, knob_values, make_subject
 from autoshard.target import Target
+from autoshard.topology import arrangement, parse_topology
 from autoshard.trial import Collective, Estimate, Failure, Kind
 
 
@@ -77,6 +79,7 @@ def checked_plan(
             f"the program lowers differently than with jax {record.versions.get('jax')}, where the"
             " plan was made"
         )
+    notes += target_notes(record.target, target)
     notes += _compiled_differences(record, subject, target)
     evidence = dataclasses.replace(record.evidence, notes=tuple(dict.fromkeys(notes)))
     return Plan(subject.analysis_for(layout), space, target, layout, evidence)
@@ -94,6 +97,50 @@ def _target_differences(record: PlanRecord, target: Target, check: bool) -> tupl
     if major != versions()["jax"].split(".")[0]:
         wrong.append(f"jax: recorded {record.versions.get('jax')}, got {versions()['jax']}")
     return tuple(wrong)
+
+
+def target_notes(recorded: Mapping[str, object], target: Target) -> list[str]:
+    """What is otherwise about the target and does not forbid the plan: links and the compiler.
+
+    Args:
+      recorded: as `plan_file.describe_target` wrote it; older files say no arrangement.
+    """
+    here = describe_target(target)
+    notes = []
+    then, now = _arrangement_of(recorded), here["arrangement"]
+    if then and now and then != now:
+        notes.append(
+            f"the devices stand otherwise than recorded: {_in_words(then)}, here {_in_words(now)};"
+            " mesh axes may run over other links than those the layout was chosen for"
+        )
+    compiler = recorded.get("compiler")
+    same = recorded.get("lowered_for") == here["lowered_for"]
+    if same and compiler and compiler != here["compiler"]:
+        notes.append(
+            f"recorded with another compiler: {compiler}, here {here['compiler'] or 'unknown'}"
+        )
+    return notes
+
+
+def _arrangement_of(recorded: Mapping[str, object]) -> object:
+    """As it was written, or else as the topology's name says it, where that is known here."""
+    if "arrangement" in recorded:
+        return recorded["arrangement"]
+    try:
+        topology = parse_topology(str(recorded.get("topology")), catalogue())
+    except TargetError:
+        return {}
+    return arrangement(topology.positions, topology.chip.platform == "tpu")
+
+
+def _in_words(arranged: object) -> str:
+    """`hosts 16, slices 1, torus 4x4x4`."""
+    if not isinstance(arranged, Mapping):
+        return repr(arranged)
+    return ", ".join(
+        f"{name} {'x'.join(map(str, n)) or 1 if isinstance(n, list) else n}"
+        for name, n in arranged.items()
+    )
 
 
 def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) -> list[str]:

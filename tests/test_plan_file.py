@@ -12,11 +12,13 @@ import pytest
 
 import autoshard
 from autoshard import api, validity
+from autoshard.catalogue import catalogue
 from autoshard.errors import PlanError
-from autoshard.plan_file import read_plan, write_plan
+from autoshard.plan_file import describe_target, read_plan, write_plan
 from autoshard.rungs import compile_job
 from autoshard.rungs.compile_job import CompileResult
-from autoshard.target import find_target
+from autoshard.target import Target, find_target
+from autoshard.topology import parse_topology
 from autoshard.trial import Collective, Estimate, Failure, Kind, Stage
 from tests import workloads
 from tests.workloads import mlp
@@ -326,6 +328,46 @@ def test_collectives_that_differ_are_listed(altered, searched):
         " now 0 B" in notes
     )
     assert all(any(kind in n and "recorded 0 B" in n for n in notes) for kind in actual)
+
+
+def described(name: str) -> tuple[dict[str, object], Target]:
+    """A named target, and what a plan file says of it."""
+    topology = parse_topology(name, catalogue())
+    target = dataclasses.replace(
+        find_target(DEVICES),
+        devices=(),
+        shared_host=False,
+        platform={"cuda": "gpu"}.get(topology.chip.platform, topology.chip.platform),
+        topology=topology,
+    )
+    return describe_target(target), target
+
+
+@pytest.mark.parametrize(
+    "then, now, said",
+    [
+        ("v5p:4x8x8", "v5p:4x4x16", "torus 4x8x8, here hosts 64, slices 1, torus 4x4x16"),
+        ("v5e:8x16", "v5e:8x8*2", "slices 1, torus 8x16, here hosts 32, slices 2, torus 8x8"),
+        ("h100:8x8", "h100:16x4", "recorded: hosts 8, here hosts 16"),
+    ],
+)
+def test_devices_that_stand_otherwise_are_noted(then, now, said):
+    (recorded, before), (_, target) = described(then), described(now)
+    (note,) = validity.target_notes(recorded, target)
+    assert "stand otherwise" in note and said in note
+    old = {key: value for key, value in recorded.items() if key != "arrangement"}
+    assert validity.target_notes(old, target) == [note], "files of before say the topology's name"
+    assert validity.target_notes(json.loads(json.dumps(recorded)), before) == []
+    assert validity.target_notes(recorded, find_target(DEVICES)) == [], "a fake mesh has no links"
+
+
+def test_another_compiler_is_noted(saved, altered):
+    recorded, target = described("v5p:4x4x4")
+    (note,) = validity.target_notes({**recorded, "compiler": "libtpu 0.0.1"}, target)
+    assert note.startswith("recorded with another compiler: libtpu 0.0.1, here ")
+    path = altered(lambda d: d["target"].update(compiler="jaxlib 0.0.1"))
+    notes = autoshard.load_plan(path, mlp, DEVICES).evidence.notes
+    assert any("another compiler: jaxlib 0.0.1, here jaxlib" in n for n in notes)
 
 
 def gathers(axes: tuple[str, ...], bytes_: int = 2**20, count: int = 1) -> Collective:
