@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from autoshard.budget import Budget, Callback
 from autoshard.compat.noise import start_jax
 from autoshard.driver import Found, Subject, run_search
-from autoshard.errors import NoPlanError
+from autoshard.errors import NoPlanError, TargetError
 from autoshard.journal import Journal, opened
 from autoshard.no_plan import why_no_plan
 from autoshard.plan import Evidence, Plan
@@ -59,7 +59,8 @@ def search(
       memory_headroom: part of that which no plan may use.
       budget: how much the search may spend.
       journal: a file that records every trial; an interrupted search goes on from it.
-      executor: where programs are compiled; default two worker processes here.
+      executor: where programs are compiled; default two worker processes here. Not for accelerators
+        that are here: only the process that holds them can compile for them.
       strategy: who chooses candidates; default exhaustive in small spaces, else beam search.
       calibration: folder that keeps calibrations of live targets; default in the user's cache.
       hardware: a catalogue file with chips or links of your own, or with corrected figures.
@@ -71,7 +72,8 @@ def search(
 
     Raises:
       WorkloadError: a model_fn, step, init or batch that cannot be searched.
-      TargetError: `mesh` names no usable devices, or hardware whose compiler is not installed.
+      TargetError: `mesh` names no usable devices, or hardware whose compiler is not installed, or
+        accelerators that are here, with an executor.
       LayoutError: `fix` names nothing, or mesh axes that there are not.
       JournalError: not a journal, damaged, or of another schema.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
@@ -79,6 +81,12 @@ def search(
     if not 0 <= memory_headroom < 1:
         raise ValueError(f"memory_headroom must be in [0, 1), got {memory_headroom}")
     target = find_target(mesh, memory_bytes, hardware)
+    if executor is not None and target.is_here and target.platform != "cpu":
+        raise TargetError(
+            f"got an executor for {target.describe()} that are here, expected none: its processes"
+            " do not hold these devices and would compile for their CPUs; leave executor out, or"
+            " name the hardware (autoshard.targets()) to compile for it anywhere"
+        )
     if not target.is_here:
         start_jax()
         budget = dataclasses.replace(budget, profiles=0)
@@ -151,8 +159,9 @@ def load_plan(
     """Loads a plan for the same model, on devices that are here or that are named.
 
     The program is compiled again before anything is allocated: its peak memory is checked, and its
-    collectives are compared with the record by kind, bytes and group; what differs is noted in
-    `plan.evidence.notes`.
+    collectives are compared with the record by kind, bytes, group and mesh axes; what differs is
+    noted in `plan.evidence.notes`, and so are devices that stand otherwise (hosts, slices, torus)
+    and another version of the compiler.
 
     Args:
       check_target: False relaxes platform and kind of device, never the model or the device count.

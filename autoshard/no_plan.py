@@ -1,6 +1,8 @@
 """Why no plan can be returned, and what would help, in words."""
 
+import collections
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from autoshard.cost import CostModel
@@ -11,6 +13,7 @@ from autoshard.report.words import mebibytes, mesh_in_words, rules_in_words
 from autoshard.rungs.propagate import Propagator
 from autoshard.subjects import KnobValue, ModelFn
 from autoshard.target import Target
+from autoshard.topology import at_least
 from autoshard.trial import Estimate, Failure, Kind, Stage, Trial
 
 
@@ -42,19 +45,29 @@ def why_no_plan(
         )
     judged = [(t, i, n) for i, t in enumerate(found.trials) if (n := _peak(t, target))]
     too_large = [x for x in judged if x[2] > limit_bytes]
-    if not judged or not too_large:
-        kinds: dict[str, int] = {}
-        example = ""
-        for trial in found.trials:
-            if trial.failure is not None:
-                kinds[trial.failure.kind] = kinds.get(trial.failure.kind, 0) + 1
-                example = example or trial.failure.message
-        told = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-        return f"every candidate failed ({told or 'none was judged'}); the first: {example[:500]}"
+    # A failure that is no OOM says nothing of memory: more of it would not help.
+    stopped = [
+        t.failure
+        for t, _, peak in judged
+        if peak <= limit_bytes and t.failure is not None and t.failure.kind is not Kind.OOM
+    ]
+    if not too_large and not stopped:
+        every = [t.failure for t in found.trials if t.failure is not None]
+        example = every[0].message if every else ""
+        told = _kinds(every) or "none was judged"
+        return f"every candidate failed ({told}); the first: {example[:500]}"
+    lines: list[str] = []
+    if stopped:
+        lines += _why_stopped(stopped)
+        if not any(_compiler_says(t) for t, _, _ in too_large):
+            if too_large:
+                lines.append(f"{len(too_large)} more are too large by rung 1 alone.")
+            return "\n".join(lines)
+        lines.append("Of those that the compiler judged:")
     trial, index, peak = min(too_large, key=lambda x: (not _compiler_says(x[0]), x[2]))
     state = trial.estimate.state_bytes if trial.estimate else 0
     layout = trial.candidate.layout
-    lines = [
+    lines += [
         f"no layout fits {mebibytes(limit_bytes)} a device on {target.describe()}"
         f" ({target.memory_source}, headroom taken off).",
         f"The closest needs {mebibytes(peak)}, {mebibytes(peak - limit_bytes)} too much"
@@ -69,7 +82,7 @@ def why_no_plan(
             " (if what is not state grows with it),"
         )
     lines.append(f"  - {_more_devices(subject, trial, peak, limit_bytes, target, cost)},")
-    lines.append(f"  - memory_bytes of at least {_ceil(peak, limit_bytes, target)},")
+    lines += [f"  - {line}," for line in _more_memory(peak, limit_bytes, target)]
     here = trial.propagated
     nearest = Nearest(
         program=subject.analysis.program,
@@ -84,6 +97,34 @@ def why_no_plan(
     lines += [f"  - {line}," for line in advice[:-1]]
     lines.append(f"  - or {advice[-1]}.")
     return "\n".join(lines)
+
+
+_REMEDIES = {
+    Kind.TIMEOUT: "give each compilation longer: Budget(compile_seconds=...)",
+    Kind.CRASH: "see the message, and the workers' output in the folder workers/ beside the"
+    " journal; where an executor was given, whether it still runs",
+    Kind.UNSUPPORTED: "change in the step what the message names, or take another jax",
+    Kind.NUMERICS: "check the step on one device first: non-finite values there stay non-finite",
+}
+"""What to do about failures that have nothing to do with memory."""
+
+
+def _why_stopped(failures: Sequence[Failure]) -> list[str]:
+    """Of layouts that fit as far as is known, and failed all the same: how, and what to do."""
+    first = failures[0]
+    lines = [
+        "layouts that fit, as far as is known, failed otherwise"
+        f" ({_kinds(failures)}); the first, in {first.stage}: {first.kind}: {first.message[:500]}",
+        "What to do:",
+    ]
+    kinds = {f.kind for f in failures}
+    return lines + [f"  - {kind}: {text}." for kind, text in _REMEDIES.items() if kind in kinds]
+
+
+def _kinds(failures: Sequence[Failure]) -> str:
+    """`3 crash, 1 timeout`."""
+    counts = collections.Counter(str(f.kind) for f in failures)
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
 
 
 def _compiler_says(trial: Trial) -> bool:
@@ -122,6 +163,9 @@ def _more_devices(
         cost = CostModel(cost.constants)
         scale = peak / here.peak_memory_bytes  # how far rung 1 is off
         for factor in (2, 4, 8, 16, 32):
+            devices = _so_many(target, target.device_count * factor, exactly=True)
+            if devices is None:
+                continue
             for i, (name, size) in enumerate(layout.mesh):
                 mesh = (*layout.mesh[:i], (name, size * factor), *layout.mesh[i + 1 :])
                 space = dataclasses.replace(subject.space, meshes=(mesh,))
@@ -134,14 +178,38 @@ def _more_devices(
                 needed = judged.peak_memory_bytes * scale
                 if needed <= limit_bytes:
                     return (
-                        f"{target.device_count * factor} devices instead of"
-                        f" {target.device_count}: by the same rules on {mesh_in_words(wider)} about"
+                        f"{devices}: by the same rules on {mesh_in_words(wider)} about"
                         f" {mebibytes(needed)} each"
                     )
     count = int(target.device_count * peak / limit_bytes) + 1
-    return f"about {count} devices instead of {target.device_count} (if everything divides)"
+    devices = _so_many(target, count)
+    if devices is None:
+        return f"another chip: no target of {target.describe()} has the {count} devices it takes"
+    return f"about {devices} (if everything divides)"
 
 
-def _ceil(peak: int, limit_bytes: int, target: Target) -> int:
-    """The device memory whose limit, headroom taken off as here, is the candidate's peak."""
-    return 1 - (-peak * target.memory_bytes // max(limit_bytes, 1))
+def _so_many(target: Target, count: int, exactly: bool = False) -> str | None:
+    """So many devices in words; of hardware with a name the smallest target that has them.
+
+    None where there is no such target, or none with exactly so many.
+    """
+    name = ""
+    if target.topology is not None:
+        larger = at_least(target.topology, count)
+        if larger is None or (exactly and larger.device_count != count):
+            return None
+        name, count = f"{larger.name}, ", larger.device_count
+    return f"{name}{count} devices instead of {target.device_count}"
+
+
+def _more_memory(peak: int, limit_bytes: int, target: Target) -> list[str]:
+    """What else to say of the memory of a device: nothing beyond what named hardware has."""
+    # The device memory whose limit, headroom taken off as here, is the candidate's peak.
+    needed = 1 - (-peak * target.memory_bytes // max(limit_bytes, 1))
+    found = []
+    if target.topology is None or needed <= target.topology.chip.memory_bytes.value:
+        found.append(f"memory_bytes of at least {needed}")
+    if limit_bytes < peak <= target.memory_bytes:
+        headroom = math.floor((1 - peak / target.memory_bytes) * 1000) / 1000
+        found.append(f"memory_headroom of at most {headroom}")
+    return found

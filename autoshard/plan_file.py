@@ -14,6 +14,7 @@ from autoshard.journal import outcome_from_json, outcome_to_json
 from autoshard.layout import Candidate
 from autoshard.program import Program
 from autoshard.target import Target
+from autoshard.topology import arrangement
 from autoshard.trial import Estimate, Failure, Measurement, Trial
 
 if TYPE_CHECKING:
@@ -47,13 +48,19 @@ def describe_program(program: Program, digest: str) -> dict[str, object]:
 
 
 def describe_target(target: Target) -> dict[str, object]:
+    """What a plan was made for; of a fake mesh there is no arrangement to compare."""
+    platform = target.lowering_platform
+    known = platform in ("tpu", "cuda")
     return {
         "platform": target.platform,
-        "lowered_for": target.lowering_platform,
+        "lowered_for": platform,
         "device_kind": target.device_kind,
         "device_count": target.device_count,
         "topology": target.topology.name if target.topology else "",
-        "compiler": "" if target.is_here else compiler_version(target.lowering_platform),
+        "arrangement": {}
+        if target.shared_host
+        else arrangement(target.positions, target.platform == "tpu"),
+        "compiler": compiler_version(platform) if known else f"jaxlib {versions()['jaxlib']}",
     }
 
 

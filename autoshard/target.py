@@ -59,8 +59,12 @@ class Target:
     @property
     def uneven(self) -> bool:
         """Whether it matters which mesh axis runs over which links."""
-        positions = self.topology.positions if self.topology else _positions(self.devices)
-        return self.platform == "tpu" or len({(p.slice, p.host) for p in positions}) > 1
+        return self.platform == "tpu" or len({(p.slice, p.host) for p in self.positions}) > 1
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Where each device stands, as far as it says it."""
+        return self.topology.positions if self.topology else _positions(self.devices)
 
     @property
     def hardware(self) -> Hardware | None:
@@ -88,8 +92,7 @@ class Target:
         given = tuple((name, n) for name, n in self.given if n > 1)
         if self.shared_host or (given and given == tuple((m, n) for m, n in axes if n > 1)):
             return tuple(range(self.device_count))
-        positions = self.topology.positions if self.topology else _positions(self.devices)
-        return device_order(positions, self.device_kind, self.platform, sizes)
+        return device_order(self.positions, self.device_kind, self.platform, sizes)
 
     def mesh(self, shape: Sequence[tuple[str, int]]) -> Mesh:
         """A mesh of Auto axes over the devices; () gives one axis of size one.
@@ -131,12 +134,12 @@ def find_target(
     Args:
       mesh: a `jax.sharding.Mesh` (Auto or Explicit axes: the devices are what counts), a sequence
         of devices, or the name of hardware that is not here, such as "v5p:4x4x4".
-      memory_bytes: overrides what one device can hold.
+      memory_bytes: overrides what one device can hold; of named hardware at most all it has.
       hardware: a catalogue file of the user's own.
 
     Raises:
       TargetError: no devices, something that is not a mesh, a name that no hardware has, or its
-        compiler is not installed.
+        compiler is not installed; memory_bytes above what the named hardware has.
     """
     given: tuple[tuple[str, int], ...] = ()
     if isinstance(mesh, Mesh):
@@ -160,9 +163,9 @@ def find_target(
     first = devices[0]
     limit, source = memory_bytes, "memory_bytes"
     if limit is None:
-        stats = first.memory_stats() if first.platform != "cpu" else None
-        if stats and "bytes_limit" in stats:
-            limit, source = int(stats["bytes_limit"]), "the device's own limit"
+        own = _own_limit_bytes(devices) if first.platform != "cpu" else None
+        if own is not None:
+            limit, source = own, "the device's own limit"
         else:
             limit = _host_memory_bytes() // len(devices)
             source = "host memory divided by devices"
@@ -185,6 +188,12 @@ def _named(topology: Topology, memory_bytes: int | None) -> Target:
     limit, source = memory_bytes, "memory_bytes"
     if limit is None:
         limit, source = int(chip.usable_bytes.value), chip.usable_bytes.source
+    if limit > chip.memory_bytes.value:
+        raise TargetError(
+            f"got memory_bytes {limit}, expected at most {int(chip.memory_bytes.value)}, which is"
+            f" all that a device of {topology.name} has; correct the chip in a catalogue file of"
+            " your own (hardware=) if it has more"
+        )
     _check_memory(limit)
     return Target(
         devices=(),
@@ -196,6 +205,26 @@ def _named(topology: Topology, memory_bytes: int | None) -> Target:
         shared_host=False,
         topology=topology,
     )
+
+
+def _own_limit_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """What a device says it can hold; None where devices do not say it.
+
+    In a job of many processes only the devices of this one can be asked.
+
+    Raises:
+      TargetError: none of them is this process's.
+    """
+    process = devices[0].client.process_index()
+    here = next((d for d in devices if d.process_index == process), None)
+    if here is None:
+        raise TargetError(
+            f"got {len(devices)} devices of which none belongs to process {process}, where this"
+            " runs: what they hold cannot be asked; add a device of this process, or give"
+            " memory_bytes"
+        )
+    stats = here.memory_stats()
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def _check_memory(limit: int) -> None:

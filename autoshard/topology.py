@@ -7,9 +7,11 @@ marked deviceless): by slice, by host, and on a host by chip, the first dimensio
 Not modelled: twisted tori, which some slices of v4 and v5p can be had as.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import heapq
 import itertools
 import math
 import re
@@ -121,6 +123,23 @@ class Topology:
         return options
 
 
+def arrangement(positions: Sequence[Position], tpu: bool) -> dict[str, list[int]]:
+    """How devices stand, as far as links depend on it, for comparing and as JSON.
+
+    Returns:
+      "hosts", and of TPUs "slices" and "torus": numbers of them, and the extents of a slice above
+      one, rising, because which way a torus is turned says nothing. Of GPUs jax says other slices
+      than names do: left out.
+    """
+    found = {"hosts": [len({p.host for p in positions})]}
+    if tpu:
+        first = [p.coords for p in positions if p.slice == positions[0].slice]
+        extents = (max(along) - min(along) + 1 for along in zip(*first, strict=True))
+        found["slices"] = [len({p.slice for p in positions})]
+        found["torus"] = sorted(n for n in extents if n > 1)
+    return found
+
+
 @functools.lru_cache(maxsize=8)
 def _positions(topology: Topology) -> tuple[Position, ...]:
     host_shape, shape = topology.host_shape, topology.shape
@@ -221,6 +240,58 @@ def parse_topology(name: str, chips: Mapping[str, Chip]) -> Topology:
     if topology.device_count > MAX_DEVICES:
         raise fail(f"{topology.device_count} devices", f"at most {MAX_DEVICES}")
     return topology
+
+
+def at_least(topology: Topology, device_count: int) -> Topology | None:
+    """The smallest target that this one can grow to and that has so many devices; None: none has.
+
+    TPU: slices that can be had, of the same number as long as they can grow; of equally many
+    devices the most cubic. GPU: whole hosts.
+    """
+    chip = topology.chip
+
+    def read(shape: Sequence[int], slices: int) -> Topology | None:
+        name = Topology(chip=chip, shape=tuple(shape), slices=slices).name
+        with contextlib.suppress(TargetError):
+            return parse_topology(name, {chip.name: chip})
+        return None
+
+    if topology.device_count >= device_count:
+        return topology
+    if chip.platform != "tpu":
+        (each,) = chip.host_shape
+        return read((-(-device_count // (each * topology.slices)), each), topology.slices)
+    whole = read(tuple(map(max, topology.shape, chip.host_shape)), topology.slices)
+    queue = [] if whole is None else [_by_size(whole)]
+    seen = {whole}
+    while queue:
+        *_, found = heapq.heappop(queue)
+        if found.device_count >= device_count:
+            return found
+        grown = [t for i in range(chip.dims) if (t := _grown(found, i, read)) is not None]
+        more = None if grown else read(found.shape, found.slices + 1)
+        for other in {*grown, *([more] if more else [])} - seen:
+            seen.add(other)
+            heapq.heappush(queue, _by_size(other))
+    return None
+
+
+_Read = Callable[[Sequence[int], int], Topology | None]
+
+
+def _grown(topology: Topology, dimension: int, read: _Read) -> Topology | None:
+    """The next larger slice that there is along one dimension of the torus."""
+    shape = list(topology.shape)
+    edge = max((link.wraps_at or 1 for link in topology.chip.links), default=1)
+    for extent in range(shape[dimension] + 1, shape[dimension] + max(edge, shape[dimension]) + 1):
+        shape[dimension] = extent
+        if (found := read(shape, topology.slices)) is not None:
+            return found
+    return None
+
+
+def _by_size(topology: Topology) -> tuple[int, int, tuple[int, ...], Topology]:
+    return topology.device_count, sum(topology.shape), topology.shape, topology
 
 
 def _check_slice(chip: Chip, shape: tuple[int, ...], fail: _Fail) -> None:

@@ -3,25 +3,26 @@
 import dataclasses
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autoshard import hlo
 from autoshard.analysis import analyse
 from autoshard.budget import Budget
+from autoshard.catalogue import catalogue
 from autoshard.compat.device_order import known_kind
-from autoshard.compat.executable import compile_module
 from autoshard.compat.versions import versions
 from autoshard.driver import Subject
-from autoshard.errors import PlanError, WorkloadError
+from autoshard.errors import PlanError, TargetError, WorkloadError
 from autoshard.lowering import lower_step
 from autoshard.plan import Plan
 from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
 from autoshard.program import trace
 from autoshard.report.words import mebibytes
-from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
+from autoshard.rungs.compile_job import compile_in_process, compile_on, request_for
 from autoshard.subjects import ModelFn, knob_values, make_subject
 from autoshard.target import Target
-from autoshard.trial import Collective, Estimate, Failure
+from autoshard.topology import arrangement, parse_topology
+from autoshard.trial import Collective, Estimate, Failure, Kind
 
 
 def checked_plan(
@@ -78,6 +79,7 @@ def checked_plan(
             f"the program lowers differently than with jax {record.versions.get('jax')}, where the"
             " plan was made"
         )
+    notes += target_notes(record.target, target)
     notes += _compiled_differences(record, subject, target)
     evidence = dataclasses.replace(record.evidence, notes=tuple(dict.fromkeys(notes)))
     return Plan(subject.analysis_for(layout), space, target, layout, evidence)
@@ -97,6 +99,50 @@ def _target_differences(record: PlanRecord, target: Target, check: bool) -> tupl
     return tuple(wrong)
 
 
+def target_notes(recorded: Mapping[str, object], target: Target) -> list[str]:
+    """What is otherwise about the target and does not forbid the plan: links and the compiler.
+
+    Args:
+      recorded: as `plan_file.describe_target` wrote it; older files say no arrangement.
+    """
+    here = describe_target(target)
+    notes = []
+    then, now = _arrangement_of(recorded), here["arrangement"]
+    if then and now and then != now:
+        notes.append(
+            f"the devices stand otherwise than recorded: {_in_words(then)}, here {_in_words(now)};"
+            " mesh axes may run over other links than those the layout was chosen for"
+        )
+    compiler = recorded.get("compiler")
+    same = recorded.get("lowered_for") == here["lowered_for"]
+    if same and compiler and compiler != here["compiler"]:
+        notes.append(
+            f"recorded with another compiler: {compiler}, here {here['compiler'] or 'unknown'}"
+        )
+    return notes
+
+
+def _arrangement_of(recorded: Mapping[str, object]) -> object:
+    """As it was written, or else as the topology's name says it, where that is known here."""
+    if "arrangement" in recorded:
+        return recorded["arrangement"]
+    try:
+        topology = parse_topology(str(recorded.get("topology")), catalogue())
+    except TargetError:
+        return {}
+    return arrangement(topology.positions, topology.chip.platform == "tpu")
+
+
+def _in_words(arranged: object) -> str:
+    """`hosts 16, slices 1, torus 4x4x4`."""
+    if not isinstance(arranged, Mapping):
+        return repr(arranged)
+    return ", ".join(
+        f"{name} {'x'.join(map(str, n)) or 1 if isinstance(n, list) else n}"
+        for name, n in arranged.items()
+    )
+
+
 def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) -> list[str]:
     """Compiles the step; raises if it does not fit, lists how its collectives differ."""
     specs = subject.space.specs(record.candidate.layout)
@@ -106,13 +152,10 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
             result = compile_in_process(
                 request_for(module, target, folder, Budget().compile_seconds)
             )
-        if isinstance(result, Failure):
-            raise PlanError(f"the plan does not compile here: {result.kind}: {result.message}")
     else:
-        executable = compile_module(module, target.devices)
-        result = CompileResult(
-            memory=executable.memory, hlo_text=executable.hlo_text, warnings=(), elapsed_s=0.0
-        )
+        result = compile_on(module, target.devices)
+    if isinstance(result, Failure):
+        raise PlanError(_why_not_compiled(result, target))
     if result.memory.peak_bytes > target.memory_bytes:
         raise PlanError(
             f"the plan needs {mebibytes(result.memory.peak_bytes)} a device, {target.describe()}"
@@ -126,20 +169,56 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
     then = record.evidence.trials[ranking[0]].compiled if ranking else None
     if not isinstance(then, Estimate):
         return []
-    old, new = _bytes(then.collectives), _bytes(now)
+    return collective_differences(then.collectives, now)
+
+
+def _why_not_compiled(failure: Failure, target: Target) -> str:
+    """Some compilers refuse what is too large for the device (TPU), and say by how much."""
+    if failure.kind is not Kind.OOM:
+        return f"the plan does not compile here: {failure.kind}: {failure.message}"
+    missing = failure.missing_bytes
+    excess = f"{mebibytes(missing)} more than" if missing else "more memory than"
+    return (
+        f"the plan needs {excess} {target.describe()} have, their compiler says: search again on"
+        f" these devices, or load it on larger ones: {failure.message}"
+    )
+
+
+_Group = tuple[str, int, tuple[str, ...]]
+"""Kind of a collective, devices of a group, the mesh axes it runs over; () where none are known."""
+
+
+def collective_differences(then: Sequence[Collective], now: Sequence[Collective]) -> list[str]:
+    """How the collectives of a program differ from those recorded: by kind, group and mesh axes.
+
+    Groups that are no product of mesh axes on one side may be any on the other: of those that
+    differ only the sums over all axes are compared.
+    """
+    old, new = _bytes(then), _bytes(now)
+    differ = {key for key in {*old, *new} if old.get(key, 0) != new.get(key, 0)}
+    unknown = {(kind, group) for kind, group, axes in differ if not axes}
+
+    def merged(found: Mapping[_Group, int]) -> dict[_Group, int]:
+        sums: dict[_Group, int] = {}
+        for kind, group, axes in differ:
+            key = (kind, group, () if (kind, group) in unknown else axes)
+            sums[key] = sums.get(key, 0) + found.get((kind, group, axes), 0)
+        return sums
+
+    new = merged(new)
     return [
-        f"collectives differ from the record: {kind} in groups of {group}: recorded"
-        f" {mebibytes(old.get((kind, group), 0))} a step,"
-        f" now {mebibytes(new.get((kind, group), 0))}"
-        for kind, group in sorted(set(old) | set(new))
-        if old.get((kind, group), 0) != new.get((kind, group), 0)
+        f"collectives differ from the record: {kind} in groups of {group}"
+        f"{' over ' + '+'.join(axes) if axes else ''}: recorded {mebibytes(recorded)} a step,"
+        f" now {mebibytes(new[kind, group, axes])}"
+        for (kind, group, axes), recorded in sorted(merged(old).items())
+        if recorded != new[kind, group, axes]
     ]
 
 
-def _bytes(collectives: Sequence[Collective]) -> dict[tuple[str, int], int]:
-    """Bytes a step by kind and group size."""
-    found: dict[tuple[str, int], int] = {}
+def _bytes(collectives: Sequence[Collective]) -> dict[_Group, int]:
+    """Bytes a step by kind, group size and mesh axes."""
+    found: dict[_Group, int] = {}
     for c in collectives:
-        key = (c.kind, c.group_size)
+        key = (c.kind, c.group_size, c.mesh_axes)
         found[key] = found.get(key, 0) + c.total_bytes
     return found

@@ -1,4 +1,4 @@
-"""Tests run on 8 fake CPU devices."""
+"""Tests run on 8 fake CPU devices; with `-m gpu` those marked so run on the GPUs that JAX finds."""
 
 import dataclasses
 import pathlib
@@ -7,11 +7,26 @@ import hypothesis
 import jax
 import pytest
 
-jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Other work may share the machine: slow is no failure.
 hypothesis.settings.register_profile("autoshard", deadline=None)
 hypothesis.settings.load_profile("autoshard")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """CPU devices alone, unless tests on GPUs are asked for: then whatever JAX finds by itself."""
+    jax.config.update("jax_platforms", None if _on_gpus(config) else "cpu")
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu` leaves out other modules: many make CPU meshes as they are imported."""
+    if not _on_gpus(config) or collection_path.suffix != ".py":
+        return None
+    return "pytest.mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
+
+
+def _on_gpus(config: pytest.Config) -> bool:
+    return config.getoption("markexpr") == "gpu"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard import api
 from autoshard.driver import compiling, ledger
 from autoshard.lowering import lower_step
 from autoshard.program import trace
 from autoshard.rungs.worker import worker_here
 from autoshard.subjects import make_subject
+from autoshard.target import find_target
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
 from tests import workloads
 from tests.workloads import lines, mlp, write_lines
@@ -216,6 +218,18 @@ def test_an_executor_that_does_nothing_any_more(quick):
     executor.shutdown()
     with pytest.raises(autoshard.NoPlanError, match=r"crash.*cannot schedule new futures"):
         quick(executor=executor)
+
+
+def test_an_executor_for_live_accelerators_is_refused_before_anything_else(monkeypatch):
+    """Its processes have CPUs alone: what they compile says nothing of a GPU."""
+    live = dataclasses.replace(find_target(DEVICES), platform="gpu", shared_host=False)
+    monkeypatch.setattr(api, "find_target", lambda *_: live)
+    monkeypatch.setattr(api, "trace_all", None)
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as executor,
+        pytest.raises(autoshard.TargetError, match=r"an executor for 8 cpu.*leave executor out"),
+    ):
+        autoshard.search(mlp, DEVICES, executor=executor)
 
 
 def test_a_recorded_timeout_is_tried_again_with_more_time_only(quick, tmp_path, monkeypatch):

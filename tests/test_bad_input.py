@@ -12,7 +12,8 @@ import pytest
 
 import autoshard
 from autoshard import JournalError, LayoutError, NoPlanError, TargetError, WorkloadError
-from autoshard.trial import Estimate
+from autoshard.driver import compiling
+from autoshard.trial import Estimate, Failure, Kind, Stage
 from tests import workloads
 from tests.workloads import mlp, stateless
 
@@ -186,6 +187,28 @@ def test_a_model_that_fits_no_layout_is_told_how_far_it_is_and_what_helps(quick)
     assert plan.trial.compiled.peak_memory_bytes <= 0.95 * needed + 1
     closest = text.split("closest needs ")[1].split(",")[0]
     assert closest.endswith("KiB") and abs(float(closest.split()[0]) - 0.95 * needed / 1024) < 1
+
+
+@pytest.mark.parametrize("kind", [Kind.CRASH, Kind.TIMEOUT])
+def test_layouts_that_fit_and_do_not_compile_are_not_told_to_be_too_large(
+    quick, searched, monkeypatch, kind
+):
+    """Beside a baseline that rung 1 alone finds too large."""
+    peaks = {
+        t.baseline: t.propagated.peak_memory_bytes
+        for t in searched.plan.evidence.trials
+        if t.baseline and isinstance(t.propagated, Estimate)
+    }
+    limit = sum(sorted(peaks.values())[-2:]) // 2
+    assert min(peaks.values()) < limit < max(peaks.values())
+    failure = Failure(stage=Stage.COMPILE, kind=kind, message="the compiler is unwell")
+    monkeypatch.setattr(compiling, "compile_in_process", lambda request: failure)
+    with pytest.raises(NoPlanError) as caught:
+        quick(memory_bytes=limit, memory_headroom=0.0, budget=SMALL)
+    text = str(caught.value)
+    assert f" {kind})" in text and f"in compile: {kind}: the compiler is unwell" in text
+    assert f"  - {kind}: " in text and "too large by rung 1 alone" in text
+    assert "no layout fits" not in text and "memory_bytes of at least" not in text
 
 
 def in_parts(parts: int, width: int = 16) -> autoshard.Workload:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 
 import jax
 import numpy as np
@@ -108,10 +109,36 @@ def test_a_search_for_hardware_that_is_not_here(
     for _ in range(2):
         state, metrics = loaded.step(state, batch)
     assert np.isfinite(metrics["loss"])
+    assert not any("collectives differ" in note for note in loaded.evidence.notes), "it has none"
     with pytest.raises(autoshard.PlanError, match="another model"):
         autoshard.load_plan(
             path, lambda: workloads.mlp(rate=0.2), jax.devices()[:8], check_target=False
         )
+
+
+@pytest.mark.deviceless
+def test_loading_elsewhere_notes_collectives_that_run_over_other_axes(tmp_path) -> None:
+    """A plan that communicates, its record altered to do so over another mesh axis."""
+    needs("tpu")
+    plan = autoshard.search(workloads.mlp, "v5e:2x4", budget=BUDGET, fix={"batch": ("x",)})
+    path = tmp_path / "plan.json"
+    plan.save(str(path))
+
+    def notes() -> list[str]:
+        loaded = autoshard.load_plan(path, workloads.mlp, jax.devices()[:8], check_target=False)
+        return [n for n in loaded.evidence.notes if n.startswith("collectives differ")]
+
+    assert not [n for n in notes() if "over" not in n], "the axes of all groups are known"
+    data = json.loads(path.read_text())
+    compiled = data["evidence"]["trials"][data["evidence"]["ranking"][0]]["compiled"]
+    recorded = {c["kind"] for c in compiled["collectives"]}
+    for collective in compiled["collectives"]:
+        collective["mesh_axes"] = ["elsewhere"]
+    path.write_text(json.dumps(data))
+    for kind in recorded:
+        said = [n for n in notes() if kind in n]
+        assert any("over elsewhere: recorded" in n and n.endswith("now 0 B") for n in said)
+        assert any("over x: recorded 0 B" in n for n in said)
 
 
 @pytest.mark.parametrize(("platform", "name"), SMALL)
@@ -122,6 +149,8 @@ def test_what_fits_nowhere_is_told_with_what_would_help(platform: str, name: str
     text = str(error.value)
     assert "no layout fits" in text and name in text and "closest needs" in text
     assert "devices instead of 8" in text
+    larger = re.search(rf"({name.partition(':')[0]}:\S+), (\d+) devices instead of 8", text)
+    assert larger and find_target(larger[1]).device_count == int(larger[2]) > 8
 
 
 @pytest.mark.parametrize(("platform", "name"), SMALL)
@@ -160,3 +189,17 @@ def test_an_oom_of_the_compiler_is_a_typed_failure() -> None:
         compiled=Failure(stage=Stage.COMPILE, kind=Kind.OOM, message="", missing_bytes=5),
     )
     assert _peak(trial, target) == 15_000_000_005
+
+
+def test_no_advice_goes_beyond_the_memory_that_hardware_has() -> None:
+    from autoshard.no_plan import _more_memory
+
+    here = find_target(jax.devices()[:8], 15_000_000_000)
+    there = dataclasses.replace(here, topology=tpu(2, 2, 2), devices=())  # 15e9 usable of 16e9
+    limit = 14_250_000_000
+    assert _more_memory(14_400_000_000, limit, there) == [
+        "memory_bytes of at least 15157894738",
+        "memory_headroom of at most 0.04",
+    ]
+    assert _more_memory(20_000_000_000, limit, there) == []
+    assert _more_memory(20_000_000_000, limit, here) == ["memory_bytes of at least 21052631580"]

@@ -1,4 +1,4 @@
-"""On a real GPU: measuring, device planes of the trace, calibration. Else skipped."""
+"""On a real GPU, with `scripts/test -m gpu`: measuring, device planes of the trace, calibration."""
 
 import jax
 import numpy as np
@@ -15,10 +15,12 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def gpus() -> list[jax.Device]:
+    if jax.config.jax_platforms == "cpu":
+        pytest.skip("this run is held to CPU devices: scripts/test -m gpu runs these tests")
     try:
         return jax.devices("gpu")
-    except RuntimeError:
-        pytest.skip("no GPU on this machine, or JAX_PLATFORMS leaves it out")
+    except RuntimeError as error:
+        pytest.skip(f"JAX finds no GPU: {error}")
 
 
 def test_a_search_measures_on_the_gpu_and_the_plan_runs(gpus, tmp_path) -> None:

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import validity
+from autoshard import api, validity
+from autoshard.catalogue import catalogue
 from autoshard.errors import PlanError
-from autoshard.plan_file import read_plan, write_plan
+from autoshard.plan_file import describe_target, read_plan, write_plan
+from autoshard.rungs import compile_job
 from autoshard.rungs.compile_job import CompileResult
-from autoshard.trial import Estimate, Failure, Kind, Stage
+from autoshard.target import Target, find_target
+from autoshard.topology import parse_topology
+from autoshard.trial import Collective, Estimate, Failure, Kind, Stage
 from tests import workloads
 from tests.workloads import mlp
 
@@ -278,6 +282,22 @@ def test_a_plan_that_no_longer_compiles_is_an_error(saved, monkeypatch):
     assert "does not compile here: crash: the compiler is unwell" in str(refused(saved))
 
 
+def test_a_plan_too_large_for_a_live_accelerator_is_a_plan_error(saved, monkeypatch):
+    """There the compiler itself refuses what does not fit, in this process."""
+    live = dataclasses.replace(find_target(DEVICES), platform="tpu", shared_host=False)
+    monkeypatch.setattr(api, "find_target", lambda *_: live)
+    text = "RESOURCE_EXHAUSTED: Used 65.97G of 15.75G hbm. Exceeded hbm capacity by 50.22G."
+
+    def refuse(module, devices):
+        raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(compile_job, "compile_module", refuse)
+    error = str(refused(saved, check_target=False))
+    assert "needs 50.22 GiB more than 8 cpu devices have" in error and text in error
+    text = "INTERNAL: the compiler is unwell"
+    assert f"does not compile here: crash: {text}" in str(refused(saved, check_target=False))
+
+
 def test_collectives_that_differ_are_listed(altered, searched):
     """Of a layout that communicates, whichever was fastest."""
     trials = searched.plan.evidence.trials
@@ -308,6 +328,74 @@ def test_collectives_that_differ_are_listed(altered, searched):
         " now 0 B" in notes
     )
     assert all(any(kind in n and "recorded 0 B" in n for n in notes) for kind in actual)
+
+
+def described(name: str) -> tuple[dict[str, object], Target]:
+    """A named target, and what a plan file says of it."""
+    topology = parse_topology(name, catalogue())
+    target = dataclasses.replace(
+        find_target(DEVICES),
+        devices=(),
+        shared_host=False,
+        platform={"cuda": "gpu"}.get(topology.chip.platform, topology.chip.platform),
+        topology=topology,
+    )
+    return describe_target(target), target
+
+
+@pytest.mark.parametrize(
+    "then, now, said",
+    [
+        ("v5p:4x8x8", "v5p:4x4x16", "torus 4x8x8, here hosts 64, slices 1, torus 4x4x16"),
+        ("v5e:8x16", "v5e:8x8*2", "slices 1, torus 8x16, here hosts 32, slices 2, torus 8x8"),
+        ("h100:8x8", "h100:16x4", "recorded: hosts 8, here hosts 16"),
+    ],
+)
+def test_devices_that_stand_otherwise_are_noted(then, now, said):
+    (recorded, before), (_, target) = described(then), described(now)
+    (note,) = validity.target_notes(recorded, target)
+    assert "stand otherwise" in note and said in note
+    old = {key: value for key, value in recorded.items() if key != "arrangement"}
+    assert validity.target_notes(old, target) == [note], "files of before say the topology's name"
+    assert validity.target_notes(json.loads(json.dumps(recorded)), before) == []
+    assert validity.target_notes(recorded, find_target(DEVICES)) == [], "a fake mesh has no links"
+
+
+def test_another_compiler_is_noted(saved, altered):
+    recorded, target = described("v5p:4x4x4")
+    (note,) = validity.target_notes({**recorded, "compiler": "libtpu 0.0.1"}, target)
+    assert note.startswith("recorded with another compiler: libtpu 0.0.1, here ")
+    path = altered(lambda d: d["target"].update(compiler="jaxlib 0.0.1"))
+    notes = autoshard.load_plan(path, mlp, DEVICES).evidence.notes
+    assert any("another compiler: jaxlib 0.0.1, here jaxlib" in n for n in notes)
+
+
+def gathers(axes: tuple[str, ...], bytes_: int = 2**20, count: int = 1) -> Collective:
+    return Collective(kind="all_gather", group_size=4, mesh_axes=axes, bytes=bytes_, count=count)
+
+
+def test_a_collective_that_moved_to_another_mesh_axis_differs():
+    """The same bytes in groups of the same size, now over hosts instead of inside them."""
+    before, after = (
+        [gathers(("hosts",)), gathers(("inside",), count=2)],
+        [gathers(("inside",)) for _ in range(3)],
+    )
+    head = "collectives differ from the record: all_gather in groups of 4"
+    assert validity.collective_differences(before, after) == [
+        f"{head} over hosts: recorded 1.0 MiB a step, now 0 B",
+        f"{head} over inside: recorded 2.0 MiB a step, now 3.0 MiB",
+    ]
+    assert validity.collective_differences(after, after[::-1]) == []
+
+
+def test_collectives_whose_axes_are_unknown_are_compared_in_sum():
+    some, none, other = gathers(("x",)), gathers(()), gathers(("y",))
+    assert validity.collective_differences([some, some], [some, none]) == []
+    assert validity.collective_differences([none], [none]) == []
+    (note,) = validity.collective_differences([some], [none, none])
+    assert note.endswith("all_gather in groups of 4: recorded 1.0 MiB a step, now 2.0 MiB")
+    # What is equally unknown on both sides hides nothing.
+    assert len(validity.collective_differences([some, none], [other, none])) == 2
 
 
 def test_a_program_whose_collectives_cannot_be_read_is_noted(saved, monkeypatch):

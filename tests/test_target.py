@@ -1,9 +1,12 @@
+import dataclasses
 import os
+import types
 
 import jax
 import numpy as np
 import pytest
 
+from autoshard import target as target_module
 from autoshard.errors import TargetError
 from autoshard.target import find_target
 
@@ -53,3 +56,42 @@ def test_memory_is_the_hosts_share_unless_given():
     assert (given.memory_bytes, given.memory_source) == (12345, "memory_bytes")
     with pytest.raises(TargetError, match="must be positive, got -1"):
         find_target(DEVICES, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PodDevice:
+    """A TPU of a job of many processes, as process 1 sees it."""
+
+    id: int
+    process_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5p"
+
+    @property
+    def client(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(platform="tpu", process_index=lambda: 1)
+
+    def memory_stats(self) -> dict[str, int]:
+        if self.process_index != 1:
+            raise jax.errors.JaxRuntimeError(
+                "INVALID_ARGUMENT: MemoryStats is only supported for addressable PjRt devices."
+            )
+        return {"bytes_limit": 95 * 2**30}
+
+
+def test_only_devices_of_this_process_are_asked_what_they_hold(monkeypatch):
+    monkeypatch.setattr(jax, "Device", PodDevice)
+    devices = [PodDevice(id=i, process_index=i // 4) for i in range(8)]
+    target = find_target(devices)
+    assert target.memory_bytes == 95 * 2**30
+    assert target.memory_source == "the device's own limit"
+    with pytest.raises(TargetError, match=r"none belongs to process 1.*give memory_bytes"):
+        find_target(devices[:4])
+    assert find_target(devices[:4], 123).memory_bytes == 123
+
+
+def test_named_hardware_has_no_more_memory_than_its_chip(monkeypatch):
+    monkeypatch.setattr(target_module, "require_compiler", lambda platform: "")
+    assert find_target("h100:1x8", 79 * 2**30).memory_bytes == 79 * 2**30, "more than is usable"
+    with pytest.raises(TargetError, match=r"got memory_bytes 214748364800, expected at most 8\d+"):
+        find_target("h100:1x8", 200 * 2**30)

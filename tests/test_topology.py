@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoshard.catalogue import catalogue
 from autoshard.compat.compilers import compiler_version
 from autoshard.errors import TargetError
-from autoshard.topology import MAX_DEVICES, Position, parse_topology
+from autoshard.topology import MAX_DEVICES, Position, at_least, parse_topology
 
 CHIPS = catalogue()
 DCN = CHIPS["v5p"].link("dcn")
@@ -86,6 +86,28 @@ def test_names_are_canonical():
     assert parse(" v5p:04x4x4*1 ").name == "v5p:4x4x4"
     assert parse("v5p:4x4x4*1") == parse("v5p:4x4x4")
     assert hash(parse("v5p:4x4x4")) == hash(parse("v5p:4x4x4"))
+
+
+@pytest.mark.parametrize(
+    "name, count, larger",
+    [
+        ("v5p:4x4x4", 64, "v5p:4x4x4"),
+        ("v5p:4x4x4", 65, "v5p:4x4x8"),
+        ("v5p:4x4x4", 256, "v5p:4x8x8"),
+        ("v5p:4x4x4*2", 129, "v5p:4x4x8*2"),
+        ("v5p:2x2x1", 9, "v5p:2x2x4"),
+        ("v5p:1x1x1", 2, "v5p:2x2x1"),
+        ("v5e:2x4", 16, "v5e:4x4"),
+        ("v5e:16x16", 257, "v5e:16x16*2"),
+        ("h100:1x4", 5, "h100:1x8"),
+        ("h100:8x8", 65, "h100:9x8"),
+        ("h100:8x8", MAX_DEVICES + 1, None),
+    ],
+)
+def test_the_next_larger_target_is_one_that_there_is(name, count, larger):
+    found = at_least(parse(name), count)
+    assert (found.name if found else None) == larger
+    assert found is None or parse(found.name) == found
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,20 @@
 import concurrent.futures
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from autoshard.compat.compilers import compiler_version
-from autoshard.compat.executable import compile_module
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.hlo import HloError
 from autoshard.module import Module
 from autoshard.rungs.compile import estimate_of
-from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
+from autoshard.rungs.compile_job import (
+    CompileResult,
+    compile_in_process,
+    compile_on,
+    request_for,
+)
 from autoshard.rungs.failures import failure_of
 from autoshard.trial import Estimate, Failure, Kind, Stage
 
@@ -89,7 +92,9 @@ class Compiling:
                 continue
             ledger.journal.started(key, ledger.note("compile", row))
             if self._executor is None:
-                self._record(row, key, self._priced(row, module, self._compile_here(module)))
+                # Live accelerators: this process holds them, so it compiles.
+                result = compile_on(module, ledger.target.devices)
+                self._record(row, key, self._priced(row, module, result))
                 continue
             request = request_for(
                 module,
@@ -145,20 +150,6 @@ class Compiling:
         limit_s = self._ledger.budget.compile_seconds
         return (
             isinstance(found, Failure) and found.kind is Kind.TIMEOUT and found.elapsed_s < limit_s
-        )
-
-    def _compile_here(self, module: Module) -> CompileResult | Failure:
-        """Live accelerators: this process holds them, so it compiles."""
-        start = time.perf_counter()
-        try:
-            executable = compile_module(module, self._ledger.target.devices)
-        except (RuntimeError, NotImplementedError) as error:
-            return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
-        return CompileResult(
-            memory=executable.memory,
-            hlo_text=executable.hlo_text,
-            warnings=(),
-            elapsed_s=time.perf_counter() - start,
         )
 
     def _priced(

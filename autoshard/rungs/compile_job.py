@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import time
+from collections.abc import Sequence
 
 import jax
 
@@ -100,6 +101,21 @@ def compile_in_process(request: CompileRequest) -> CompileResult | Failure:
     worker = worker_here(request.settings)
     return compile_module_job(
         request.module, request.time_limit_s, worker, request.hardware, request.order
+    )
+
+
+def compile_on(module: Module, devices: Sequence[jax.Device]) -> CompileResult | Failure:
+    """Compiles `module` in this process: it alone can, where it holds live accelerators."""
+    start = time.perf_counter()
+    try:
+        executable = compile_module(module, devices)
+    except (RuntimeError, NotImplementedError) as error:
+        return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
+    return CompileResult(
+        memory=executable.memory,
+        hlo_text=executable.hlo_text,
+        warnings=(),
+        elapsed_s=time.perf_counter() - start,
     )
 
 
