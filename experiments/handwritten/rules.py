@@ -203,10 +203,8 @@ HAND_LAYOUTS: dict[str, tuple[Maker, ...]] = {
     "unet": (*_EVERYWHERE, spatial),
     "recommender": (*_EVERYWHERE, table_parallel),
     "graph_network": (*_EVERYWHERE, edge_parallel),
-    # These models take no constraints: their layouts are those of the state and the batch alone, as
-    # big_vision writes its own, and the partitioner is left to find the rest.
     "linen_vit": _MEGATRON,
-    "linen_resnet": _EVERYWHERE,
+    "linen_resnet": (*_EVERYWHERE, spatial),
     "linen_recurrent": _MEGATRON,
     "plain_gpt": _MEGATRON,
 }

@@ -170,12 +170,12 @@ def test_the_layouts_of_8_devices():
         for shape in ("4x2", "2x4", "1x8")
         for end in ("", " by batch")
     ]
+    images = ("resnet50", "resnet152", "linen_resnet", "unet")
     own = {
         "moe": [*megatron, "expert parallel", *experts],
         "recommender": [*everywhere, "tables by rows", "tables by columns"],
         "graph_network": [*everywhere, "edge parallel"],
-        **{x: [*everywhere, "data x spatial 4x2"] for x in ("resnet50", "resnet152", "unet")},
-        "linen_resnet": everywhere,
+        **{x: [*everywhere, "data x spatial 4x2"] for x in images},
     }
     for name in CASES:
         assert list(steps.hand_steps(case(name, "small"), 8)) == own.get(name, megatron), name
@@ -229,6 +229,15 @@ def test_fsdp_divides_all_that_divides(name, devices):
     for path, (shape, part, _) in whole.items():
         if "['params']" in path and (len(shape) == 1 or "norm" in path):
             assert part == shape, path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_reaches_the_activations(name):
+    chosen = case(name, "small")
+    layout = steps.hand_steps(chosen, 8)["data parallel"]
+    prepared = steps.prepare(chosen, layout, jax.devices())
+    lowered = prepared.step.lower(jax.eval_shape(prepared.init), chosen.batch())
+    assert "sharding_constraint" in lowered.as_text()
 
 
 @pytest.mark.parametrize("name", CASES)
