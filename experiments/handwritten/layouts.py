@@ -28,6 +28,7 @@ class HandLayout:
       spread: mesh axes of FSDP. Where the table gives a parameter none of them, they divide its
         largest dimension that is whole and that they divide (big_vision's rule). Layers that are
         stacked stay whole.
+      spread_moments: as `spread`, of what the optimizer keeps alone (ZeRO-1).
       vectors_whole: parameters of one dimension keep off the axes of `spread`.
       renamed: names of an activation, all of them -> other names; for dimensions that the model
         leaves without a name, or names as it does others.
@@ -39,6 +40,7 @@ class HandLayout:
     activations: Table = dataclasses.field(default_factory=dict)
     params: Table = dataclasses.field(default_factory=dict)
     spread: tuple[str, ...] = ()
+    spread_moments: tuple[str, ...] = ()
     vectors_whole: bool = False
     renamed: Mapping[Names, Names] = dataclasses.field(default_factory=dict)
     batch: Mapping[str, Names] = dataclasses.field(default_factory=dict)
@@ -75,6 +77,11 @@ class Rules:
             if free:
                 spec[max(free, key=lambda i: shape[i])] = layout.spread
         return self._sharding(spec)
+
+    def moment(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
+        """How what the optimizer keeps in a parameter's shape lies in memory between steps."""
+        spread = self.layout.spread + self.layout.spread_moments
+        return Rules(dataclasses.replace(self.layout, spread=spread), self.mesh).param(names, shape)
 
     def activation(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
         """How an activation of this shape is sharded."""

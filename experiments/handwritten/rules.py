@@ -59,6 +59,20 @@ def data_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
     yield HandLayout(name="data parallel", axes=(("data", devices),), activations=BY_BATCH)
 
 
+def optimizer_divided(devices: int, config: Any) -> Iterator[HandLayout]:
+    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): as data parallel, but moments are divided.
+
+    Each device updates its part of the parameters, and all gather the whole (Xu et al. 2020).
+    """
+    del config
+    yield HandLayout(
+        name="data parallel, optimizer divided",
+        axes=(("data", devices),),
+        activations=BY_BATCH,
+        spread_moments=("data",),
+    )
+
+
 def fsdp(devices: int, config: Any) -> Iterator[HandLayout]:
     """As data parallel, and every parameter and moment is divided; or all but the vectors."""
     del config
@@ -84,16 +98,44 @@ def tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
     )
 
 
+def data_x_tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
+    """Megatron-LM's own (Shoeybi et al. 2019, section 5.1), for every factorization of the devices.
+
+    The batch is divided over `data`, and every part of it is at a whole model divided over `model`.
+    """
+    del config
+    for model in _model_axes(devices):
+        yield HandLayout(
+            name=f"data x tensor parallel {devices // model}x{model}",
+            axes=(("data", devices // model), ("model", model)),
+            activations={**BY_BATCH, **TENSOR_PARALLEL},
+            params=TENSOR_PARALLEL,
+        )
+
+
 def fsdp_x_tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
     """FSDP over `data`, Megatron over `model`, for every factorization of the devices."""
     del config
-    for model in (m for m in range(2, devices) if devices % m == 0):
+    for model in _model_axes(devices):
         yield HandLayout(
             name=f"fsdp x tensor parallel {devices // model}x{model}",
             axes=(("data", devices // model), ("model", model)),
             activations={**BY_BATCH, **TENSOR_PARALLEL},
             params={**FULLY_SHARDED, **TENSOR_PARALLEL},
             spread=("data",),
+        )
+
+
+def maxtext_fsdp_x_tensor(devices: int, config: Any) -> Iterator[HandLayout]:
+    """MaxText's rules (source and version in `maxtext`) on its mesh axes fsdp and tensor."""
+    del config
+    meshes = {"maxtext fsdp": (("fsdp", devices),)} | {
+        f"maxtext fsdp x tensor {devices // m}x{m}": (("fsdp", devices // m), ("tensor", m))
+        for m in _model_axes(devices)
+    }
+    for name, axes in meshes.items():
+        yield HandLayout(
+            name=name, axes=axes, activations=maxtext.ACTIVATIONS, params=maxtext.PARAMS
         )
 
 
@@ -182,22 +224,30 @@ def spatial(devices: int, config: Any) -> Iterator[HandLayout]:
         )
 
 
+def _model_axes(devices: int) -> list[int]:
+    """Sizes of a second mesh axis, none of them 1 or all devices."""
+    return [m for m in range(2, devices) if devices % m == 0]
+
+
 def _expert_axes(devices: int, experts: int) -> list[int]:
     return [e for e in range(2, devices + 1) if devices % e == 0 and experts % e == 0]
 
 
-_EVERYWHERE: tuple[Maker, ...] = (data_parallel, fsdp)
-_MEGATRON: tuple[Maker, ...] = (*_EVERYWHERE, tensor_parallel, fsdp_x_tensor_parallel)
+_EVERYWHERE: tuple[Maker, ...] = (data_parallel, optimizer_divided, fsdp)
+_TENSOR: tuple[Maker, ...] = (tensor_parallel, data_x_tensor_parallel, fsdp_x_tensor_parallel)
+_MEGATRON: tuple[Maker, ...] = (*_EVERYWHERE, *_TENSOR)
+# Optimizers that keep nothing, or little, in a parameter's shape: SGD, and Adafactor.
+_MEGATRON_NO_MOMENTS: tuple[Maker, ...] = (data_parallel, fsdp, *_TENSOR)
 
 HAND_LAYOUTS: dict[str, tuple[Maker, ...]] = {
     "mlp": _MEGATRON,
-    "decoder": _MEGATRON,
-    "encoder_decoder": _MEGATRON,
+    "decoder": (*_MEGATRON, maxtext_fsdp_x_tensor),
+    "encoder_decoder": _MEGATRON_NO_MOMENTS,
     "vit": _MEGATRON,
     "clip": _MEGATRON,
     "state_space": _MEGATRON,
     "recurrent": _MEGATRON,
-    "moe": (*_MEGATRON, expert_parallel, maxtext_fsdp_x_expert),
+    "moe": (*_MEGATRON, maxtext_fsdp_x_tensor, expert_parallel, maxtext_fsdp_x_expert),
     "resnet50": (*_EVERYWHERE, spatial),
     "resnet152": (*_EVERYWHERE, spatial),
     "unet": (*_EVERYWHERE, spatial),
@@ -206,5 +256,5 @@ HAND_LAYOUTS: dict[str, tuple[Maker, ...]] = {
     "linen_vit": _MEGATRON,
     "linen_resnet": (*_EVERYWHERE, spatial),
     "linen_recurrent": _MEGATRON,
-    "plain_gpt": _MEGATRON,
+    "plain_gpt": _MEGATRON_NO_MOMENTS,
 }

@@ -25,7 +25,10 @@ from tests.compiled import compiled
 # marked slow: compiling a layout takes 2 to 20 seconds.
 QUICKLY = {
     ("mlp", "fsdp x tensor parallel 4x2"),
+    ("mlp", "data x tensor parallel 4x2"),
+    ("mlp", "data parallel, optimizer divided"),
     ("decoder", "fsdp x tensor parallel 2x4"),
+    ("decoder", "maxtext fsdp x tensor 4x2"),
     ("encoder_decoder", "fsdp x tensor parallel 4x2"),
     ("vit", "fsdp x tensor parallel 2x4"),
     ("resnet50", "data x spatial 4x2"),
@@ -53,9 +56,10 @@ EVERY = [
 def of(name):
     """The case at the scale small, trained so that a step is in proportion to the gradients.
 
-    The others' optimizers make a step of any gradient, however small: of rounding errors too.
+    The others' optimizers make a step of any gradient, however small: of rounding errors too. With
+    momentum there is something for the layouts of moments to divide.
     """
-    return dataclasses.replace(case(name, "small"), optimizer=optax.sgd(0.1))
+    return dataclasses.replace(case(name, "small"), optimizer=optax.sgd(0.1, momentum=0.9))
 
 
 @functools.cache
@@ -158,13 +162,18 @@ def specs(name, layout, devices=8, scale="small"):
 
 
 def test_the_layouts_of_8_devices():
-    everywhere = ["data parallel", "fsdp", "fsdp, vectors whole"]
-    megatron = [
-        *everywhere,
+    fsdp = ["fsdp", "fsdp, vectors whole"]
+    everywhere = ["data parallel", "data parallel, optimizer divided", *fsdp]
+    tensor = [
         "tensor parallel",
-        "fsdp x tensor parallel 4x2",
-        "fsdp x tensor parallel 2x4",
+        *(
+            f"{other} x tensor parallel {shape}"
+            for other in ("data", "fsdp")
+            for shape in ("4x2", "2x4")
+        ),
     ]
+    megatron = [*everywhere, *tensor]
+    maxtext = ["maxtext fsdp", *(f"maxtext fsdp x tensor {shape}" for shape in ("4x2", "2x4"))]
     experts = [
         f"maxtext fsdp x expert {shape}{end}"
         for shape in ("4x2", "2x4", "1x8")
@@ -172,7 +181,9 @@ def test_the_layouts_of_8_devices():
     ]
     images = ("resnet50", "resnet152", "linen_resnet", "unet")
     own = {
-        "moe": [*megatron, "expert parallel", *experts],
+        "decoder": [*megatron, *maxtext],
+        "moe": [*megatron, *maxtext, "expert parallel", *experts],
+        **{x: ["data parallel", *fsdp, *tensor] for x in ("encoder_decoder", "plain_gpt")},
         "recommender": [*everywhere, "tables by rows", "tables by columns"],
         "graph_network": [*everywhere, "edge parallel"],
         **{x: [*everywhere, "data x spatial 4x2"] for x in images},
@@ -306,9 +317,35 @@ def test_megatron_divides_heads_mlp_and_vocabulary():
     # 4 key-value heads do not divide by 8.
     assert wide["['params']['layers']['attention']['key']"][2] == P(None, None, None, None)
     assert wide["['params']['embedding']"][2] == P("model", None)
+    classical = specs("decoder", "data x tensor parallel 2x4")
+    assert classical["['params']['layers']['mlp']['gate']"][2] == P(None, None, "model")
+    assert classical["['opt_state'][0].mu['layers']['mlp']['down']"][2] == P(None, "model", None)
+    assert list(steps.hand_steps(of("decoder"), 4)).count("data x tensor parallel 2x2") == 1
     wide = specs("mlp", "tensor parallel")
     assert wide["['params']['layers'][0]['kernel']"][2] == P(None, "model")
     assert wide["['params']['layers'][1]['kernel']"][2] == P("model", None)
+
+
+def test_maxtext_divides_the_width_at_rest_and_heads_mlp_and_vocabulary():
+    laid = specs("decoder", "maxtext fsdp x tensor 4x2")
+    gate, norm = (f"['params']['layers']['{x}" for x in ("mlp']['gate']", "mlp_norm']['scale']"))
+    assert laid[gate][2] == P(None, "fsdp", "tensor")
+    assert laid[norm][2] == P(None, "tensor")
+    assert laid["['params']['embedding']"][2] == P("tensor", "fsdp")
+    assert specs("decoder", "maxtext fsdp")[gate][2] == P(None, "fsdp", None)
+
+
+def test_a_divided_optimizer_is_no_more_than_an_eighth_and_gathers_each_parameter_once():
+    name, layout = "mlp", "data parallel, optimizer divided"
+    leaves = specs(name, layout)
+    assert all(part == shape for path, (shape, part, _) in leaves.items() if "['params']" in path)
+    moments = [(x, part) for path, (x, part, _) in leaves.items() if ".mu" in path or ".nu" in path]
+    assert all(math.prod(shape) == 8 * math.prod(part) for shape, part in moments)
+    chosen = case(name, "small")
+    prepared = steps.prepare(chosen, steps.hand_steps(chosen, 8)[layout], jax.devices())
+    step = compiled(prepared.step, jax.eval_shape(prepared.init), chosen.batch())
+    count = len(re.findall(r" all-gather(?:-start)?\(", step.as_text()))
+    assert 0 < count <= len(moments) / 2
 
 
 def test_experts_are_divided_as_gshard_and_as_maxtext_do():
