@@ -25,6 +25,7 @@ class HandLayout:
       axes: names and sizes of the mesh axes, major to minor.
       activations: of activations and of the batch.
       params: of parameters, and of what the optimizer keeps in their shapes, at rest.
+      whole_up_to: axis name -> size up to which a parameter's dimension of this name stays whole.
       spread: mesh axes of FSDP. Where the table gives a parameter none of them, they divide its
         largest dimension that is whole and that they divide (big_vision's rule). Layers that are
         stacked stay whole.
@@ -39,6 +40,7 @@ class HandLayout:
     axes: tuple[tuple[str, int], ...]
     activations: Table = dataclasses.field(default_factory=dict)
     params: Table = dataclasses.field(default_factory=dict)
+    whole_up_to: Mapping[str, int] = dataclasses.field(default_factory=dict)
     spread: tuple[str, ...] = ()
     spread_moments: tuple[str, ...] = ()
     vectors_whole: bool = False
@@ -66,6 +68,10 @@ class Rules:
           names: of its last dimensions; those before them are of stacked layers.
         """
         layout, stacked = self.layout, len(shape) - len(names)
+        names = tuple(
+            None if name and size <= layout.whole_up_to.get(name, 0) else name
+            for name, size in zip(names, shape[stacked:], strict=True)
+        )
         spread = set(layout.spread)
         if layout.vectors_whole and len(names) == 1:
             table = {k: tuple(a for a in v if a not in spread) for k, v in layout.params.items()}

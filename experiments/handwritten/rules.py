@@ -46,6 +46,13 @@ EXPERT_ACTIVATIONS: Table = {
     "expert_batch": ("data",),
 }
 
+# A table of up to so many rows is better whole. By the costs of TorchRec's planner
+# (pytorch/torchrec, torchrec/distributed/planner/shard_estimators.py, commit
+# 06884eebf191a50d62e1b2f205e8f35fe852e36f) a whole table sends its gradient, rows x width, and one
+# that is cut by rows sends what is looked up, examples x width: as much where there are as many
+# rows as examples, which are 128 in the published batch and in the shrunk one.
+SMALL_TABLE = 128
+
 
 def replicated(devices: int, config: Any = None) -> HandLayout:
     """Every device does everything; what the others are compared with."""
@@ -170,7 +177,8 @@ def table_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
 
     By rows, what the devices found is summed into each one's examples; by columns, each is told the
     values of the whole batch, and what it found goes to its examples all to all (TorchRec's
-    row-wise and column-wise sharding). A table that does not divide is on every device.
+    row-wise and column-wise sharding). A table that does not divide is on every device. The second
+    keeps tables of up to `SMALL_TABLE` rows on every device, as TorchRec's planner does.
     """
     del config
     axes = (("data", devices),)
@@ -179,6 +187,13 @@ def table_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
         axes=axes,
         activations=BY_BATCH,
         params={"rows": ("data",)},
+    )
+    yield HandLayout(
+        name="large tables by rows, small ones whole",
+        axes=axes,
+        activations=BY_BATCH,
+        params={"rows": ("data",)},
+        whole_up_to={"rows": SMALL_TABLE},
     )
     yield HandLayout(
         name="tables by columns",

@@ -184,7 +184,12 @@ def test_the_layouts_of_8_devices():
         "decoder": [*megatron, *maxtext],
         "moe": [*megatron, *maxtext, "expert parallel", *experts],
         **{x: ["data parallel", *fsdp, *tensor] for x in ("encoder_decoder", "plain_gpt")},
-        "recommender": [*everywhere, "tables by rows", "tables by columns"],
+        "recommender": [
+            *everywhere,
+            "tables by rows",
+            "large tables by rows, small ones whole",
+            "tables by columns",
+        ],
         "graph_network": [*everywhere, "edge parallel"],
         **{x: [*everywhere, "data x spatial 4x2"] for x in images},
     }
@@ -295,6 +300,20 @@ def test_divided_tables_are_not_gathered():
     assert not any(large in shape for shape in gathered("recommender", "tables by rows"))
     assert not gathered("recommender", "tables by columns")
     assert "all-to-all" in compiled_layout("recommender", "tables by columns")[1].as_text()
+
+
+def test_tables_of_fewer_rows_than_examples_are_whole():
+    leaves = specs("recommender", "large tables by rows, small ones whole", scale="shrunk")
+    parts = {
+        path: (shape[0], part[0])
+        for path, (shape, part, _) in leaves.items()
+        if "['tables']" in path and "['params']" in path
+    }
+    assert len(parts) == 26
+    for path, (rows, held) in parts.items():
+        assert held == (rows // 8 if rows > rules.SMALL_TABLE else rows), path
+    assert {24, 40, 96} < {rows for rows, held in parts.values() if rows == held}
+    assert case("recommender", "shrunk").batch_size == rules.SMALL_TABLE
 
 
 def test_divided_edges_need_one_sum_for_each_round_of_messages():
