@@ -1,77 +1,182 @@
-"""A GPT train step in plain JAX: no module system, layers stacked and scanned, SGD.
+"""GPT in plain JAX, no module system: a dict of arrays, layers stacked and scanned, SGD.
 
-Shapes: B batch, S sequence, D model, H heads, K head, F mlp, V vocabulary, L layers.
+Learnt positions, LayerNorm before attention and before the MLP, biases everywhere, GELU, the head
+is the embedding transposed: GPT-2 (Radford et al. 2019), whose architecture GPT-3 kept.
+
+Dimensions in array names: B batch, S = T + 1 tokens of a text, T positions, U key positions (T of
+them), D d_model, H heads, K = D / H, 3 query, key and value, M = 4 D, V vocab_size, L layers.
+
+In bfloat16 the parameters stay float32 and are cast in the step; norms, softmax and cross-entropy
+are float32. A layer is computed anew in its backward pass.
+
+Not modelled: dropout, the banded sparse attention in every other layer of GPT-3.
 """
 
 import dataclasses
+import math
+from typing import Any  # a nested dict of arrays
 
 import jax
 import jax.numpy as jnp
 
-Params = dict[str, jax.Array]
+from models import next_byte
+from models.constrain import Constrain, unconstrained
+from models.precision import Dtype
+
+Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlainGPTConfig:
-    """Dimensions of the model."""
+    """Sizes and choices of the model; two equal configs build two equal models."""
 
-    layers: int = 24  # L
-    d_model: int = 4096  # D
-    heads: int = 32  # H; a head is D / H wide
-    vocab_size: int = 50304  # V
-    sequence: int = 2048  # S
-    batch: int = 64  # B
-    dtype: str = "bfloat16"
-    learning_rate: float = 0.1
+    layers: int = 2  # L
+    d_model: int = 64  # width of the residual stream
+    heads: int = 4  # a head is d_model / heads wide
+    vocab_size: int = 256  # one token for each byte
+    sequence: int = 32  # positions T that a step predicts
+    dtype: Dtype = "float32"  # of matmuls and activations; parameters are float32 in any case
+    norm_epsilon: float = 1e-5  # added to LayerNorm's variance
+    learning_rate: float = 0.1  # of SGD
+    seed: int = 0  # of the initial parameters
+
+    def __post_init__(self) -> None:
+        if self.d_model % self.heads:
+            raise ValueError(f"d_model={self.d_model} must be a multiple of heads={self.heads}")
 
     @property
     def head_dim(self) -> int:
         return self.d_model // self.heads
 
 
-def shapes(config: PlainGPTConfig) -> dict[str, tuple[int, ...]]:
+GPT3_6_7B = PlainGPTConfig(
+    # "Language Models are Few-Shot Learners" (Brown et al. 2020), table 2.1, GPT-3 6.7B; of our
+    # choosing: GPT-2's vocabulary of 50,257 padded to a multiple of 128, so that devices can share
+    # it.
+    layers=32,
+    d_model=4096,
+    heads=32,
+    vocab_size=50_304,
+    sequence=2048,
+    dtype="bfloat16",
+)
+
+
+def shapes(config: PlainGPTConfig) -> Params:
     """The shape of each parameter; those of the layers are stacked."""
-    L, D, H, K = config.layers, config.d_model, config.heads, config.head_dim
+    L, D, H, K, M = config.layers, config.d_model, config.heads, config.head_dim, 4 * config.d_model
     return {
-        "embed_VD": (config.vocab_size, D),
-        "head_DV": (D, config.vocab_size),
-        "query_LDHK": (L, D, H, K),
-        "key_LDHK": (L, D, H, K),
-        "value_LDHK": (L, D, H, K),
-        "out_LHKD": (L, H, K, D),
-        "up_LDF": (L, D, 4 * D),
-        "down_LFD": (L, 4 * D, D),
+        "embedding_VD": (config.vocab_size, D),
+        "positions_TD": (config.sequence, D),
+        "layers": {
+            "attention_norm_scale_LD": (L, D),
+            "attention_norm_bias_LD": (L, D),
+            "qkv_LD3HK": (L, D, 3, H, K),
+            "qkv_bias_L3HK": (L, 3, H, K),
+            "out_LHKD": (L, H, K, D),
+            "out_bias_LD": (L, D),
+            "mlp_norm_scale_LD": (L, D),
+            "mlp_norm_bias_LD": (L, D),
+            "up_LDM": (L, D, M),
+            "up_bias_LM": (L, M),
+            "down_LMD": (L, M, D),
+            "down_bias_LD": (L, D),
+        },
+        "norm_scale_D": (D,),
+        "norm_bias_D": (D,),
     }
 
 
 def init(config: PlainGPTConfig) -> Params:
-    """Normal weights of scale 0.02, from a fixed seed."""
-    named = shapes(config)
-    keys = jax.random.split(jax.random.key(0), len(named))
-    return {
-        name: (0.02 * jax.random.normal(key, shape)).astype(config.dtype)
-        for key, (name, shape) in zip(keys, named.items(), strict=True)
-    }
+    """GPT-2's: normal weights of scale 0.02, less where they add to the residual stream."""
+    named, structure = jax.tree_util.tree_flatten_with_path(
+        shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    )
+    keys = jax.random.split(jax.random.key(config.seed), len(named))
+
+    def draw(name: str, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if "_scale_" in name:
+            return jnp.ones(shape)
+        if "_bias_" in name:
+            return jnp.zeros(shape)
+        added = name.startswith(("out_", "down_"))
+        return 0.02 / math.sqrt(2 * config.layers if added else 1) * jax.random.normal(key, shape)
+
+    drawn = [draw(path[-1].key, key, shape) for key, (path, shape) in zip(keys, named, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
 
 
-def loss(config: PlainGPTConfig, params: Params, tokens_BS: jax.Array) -> jax.Array:
-    """Mean cross-entropy of each token given itself and the ones before, nats."""
-    x_BSD = params["embed_VD"][tokens_BS]
+def loss(
+    config: PlainGPTConfig,
+    params: Params,
+    tokens_BS: jax.Array,
+    constrain: Constrain = unconstrained,
+) -> jax.Array:
+    """Mean cross-entropy of the next token, in nats.
 
-    def layer(x_BSD: jax.Array, w: Params) -> tuple[jax.Array, None]:
-        q_BSHK, k_BSHK, v_BSHK = (
-            jnp.einsum("bsd,dhk->bshk", x_BSD, w[name])
-            for name in ("query_LDHK", "key_LDHK", "value_LDHK")
-        )
-        scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK) / config.head_dim**0.5
-        mixed_BSHK = jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(scores_BHST, -1), v_BSHK)
-        x_BSD = x_BSD + jnp.einsum("bshk,hkd->bsd", mixed_BSHK, w["out_LHKD"])
-        return x_BSD + jax.nn.gelu(x_BSD @ w["up_LDF"]) @ w["down_LFD"], None
+    Args:
+      tokens_BS: int32 tokens, T + 1 of them in a row; row t predicts row t + 1.
+    """
+    logits_BTV = logits(config, params, tokens_BS[:, :-1], constrain)
+    return next_byte.cross_entropy(logits_BTV, tokens_BS)[0]
 
-    layers = {name: w for name, w in params.items() if "_L" in name}
-    x_BSD, _ = jax.lax.scan(jax.checkpoint(layer), x_BSD, layers)
-    logp_BSV = jax.nn.log_softmax((x_BSD @ params["head_DV"]).astype(jnp.float32))
-    return -jnp.mean(jnp.take_along_axis(logp_BSV, tokens_BS[..., None], -1))
+
+def logits(
+    config: PlainGPTConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    constrain: Constrain = unconstrained,
+) -> jax.Array:
+    """tokens_BT -> logits_BTV of the token behind each, float32."""
+    # Looked up in float32: the gradient of a row adds up thousands of tokens.
+    x_BTD = (params["embedding_VD"][tokens_BT] + params["positions_TD"]).astype(config.dtype)
+    x_BTD = constrain(x_BTD, ("batch", None, "embed"))
+
+    def layer(x_BTD: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
+        w = {name: x.astype(config.dtype) for name, x in layer_params.items()}
+        normed_BTD = norm(config, x_BTD, w["attention_norm_scale_LD"], w["attention_norm_bias_LD"])
+        x_BTD = x_BTD + attention(normed_BTD, w, constrain)
+        x_BTD = constrain(x_BTD, ("batch", None, "embed"))
+        normed_BTD = norm(config, x_BTD, w["mlp_norm_scale_LD"], w["mlp_norm_bias_LD"])
+        hidden_BTM = jax.nn.gelu(normed_BTD @ w["up_LDM"] + w["up_bias_LM"])
+        hidden_BTM = constrain(hidden_BTM, ("batch", None, "mlp"))
+        x_BTD = x_BTD + hidden_BTM @ w["down_LMD"] + w["down_bias_LD"]
+        return constrain(x_BTD, ("batch", None, "embed")), None
+
+    # Inside a scan nothing can be merged with the forward pass, so no barrier is needed.
+    x_BTD, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x_BTD, params["layers"])
+    x_BTD = norm(config, x_BTD, params["norm_scale_D"], params["norm_bias_D"])
+    head_DV = params["embedding_VD"].T.astype(config.dtype)
+    return constrain((x_BTD @ head_DV).astype(jnp.float32), ("batch", None, "vocab"))
+
+
+def attention(x_BTD: jax.Array, w: Params, constrain: Constrain) -> jax.Array:
+    """Causal softmax attention.
+
+    Args:
+      w: the parameters of one layer, of the names in `shapes` but without their dimension L.
+    """
+    qkv_3BTHK = jnp.einsum("BTD,DCHK->CBTHK", x_BTD, w["qkv_LD3HK"])
+    qkv_3BTHK = qkv_3BTHK + w["qkv_bias_L3HK"][:, None, None]
+    q_BTHK, k_BUHK, v_BUHK = (constrain(x, ("batch", None, "heads", None)) for x in qkv_3BTHK)
+    scores_BHTU = jnp.einsum("BTHK,BUHK->BHTU", q_BTHK, k_BUHK).astype(jnp.float32)
+    visible_TU = jnp.tril(jnp.ones(scores_BHTU.shape[-2:], dtype=bool))
+    masked_BHTU = jnp.where(visible_TU, scores_BHTU / math.sqrt(q_BTHK.shape[-1]), -1e9)
+    weights_BHTU = jax.nn.softmax(masked_BHTU, axis=-1).astype(x_BTD.dtype)
+    mixed_BTHK = jnp.einsum("BHTU,BUHK->BTHK", weights_BHTU, v_BUHK)
+    mixed_BTHK = constrain(mixed_BTHK, ("batch", None, "heads", None))
+    return jnp.einsum("BTHK,HKD->BTD", mixed_BTHK, w["out_LHKD"]) + w["out_bias_LD"]
+
+
+def norm(
+    config: PlainGPTConfig, x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array
+) -> jax.Array:
+    """LayerNorm (Ba et al. 2016) over the last dimension, in float32."""
+    wide_BTD = x_BTD.astype(jnp.float32)
+    centred_BTD = wide_BTD - jnp.mean(wide_BTD, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred_BTD), axis=-1, keepdims=True)
+    unit_BTD = centred_BTD * jax.lax.rsqrt(variance + config.norm_epsilon)
+    return (unit_BTD * scale_D + bias_D).astype(x_BTD.dtype)
 
 
 def step(

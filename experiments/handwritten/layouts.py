@@ -25,9 +25,11 @@ class HandLayout:
       axes: names and sizes of the mesh axes, major to minor.
       activations: of activations and of the batch.
       params: of parameters, and of what the optimizer keeps in their shapes, at rest.
+      whole_up_to: axis name -> size up to which a parameter's dimension of this name stays whole.
       spread: mesh axes of FSDP. Where the table gives a parameter none of them, they divide its
         largest dimension that is whole and that they divide (big_vision's rule). Layers that are
         stacked stay whole.
+      spread_moments: as `spread`, of what the optimizer keeps alone (ZeRO-1).
       vectors_whole: parameters of one dimension keep off the axes of `spread`.
       renamed: names of an activation, all of them -> other names; for dimensions that the model
         leaves without a name, or names as it does others.
@@ -38,7 +40,9 @@ class HandLayout:
     axes: tuple[tuple[str, int], ...]
     activations: Table = dataclasses.field(default_factory=dict)
     params: Table = dataclasses.field(default_factory=dict)
+    whole_up_to: Mapping[str, int] = dataclasses.field(default_factory=dict)
     spread: tuple[str, ...] = ()
+    spread_moments: tuple[str, ...] = ()
     vectors_whole: bool = False
     renamed: Mapping[Names, Names] = dataclasses.field(default_factory=dict)
     batch: Mapping[str, Names] = dataclasses.field(default_factory=dict)
@@ -64,6 +68,10 @@ class Rules:
           names: of its last dimensions; those before them are of stacked layers.
         """
         layout, stacked = self.layout, len(shape) - len(names)
+        names = tuple(
+            None if name and size <= layout.whole_up_to.get(name, 0) else name
+            for name, size in zip(names, shape[stacked:], strict=True)
+        )
         spread = set(layout.spread)
         if layout.vectors_whole and len(names) == 1:
             table = {k: tuple(a for a in v if a not in spread) for k, v in layout.params.items()}
@@ -75,6 +83,11 @@ class Rules:
             if free:
                 spec[max(free, key=lambda i: shape[i])] = layout.spread
         return self._sharding(spec)
+
+    def moment(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
+        """How what the optimizer keeps in a parameter's shape lies in memory between steps."""
+        spread = self.layout.spread + self.layout.spread_moments
+        return Rules(dataclasses.replace(self.layout, spread=spread), self.mesh).param(names, shape)
 
     def activation(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
         """How an activation of this shape is sharded."""

@@ -46,6 +46,13 @@ EXPERT_ACTIVATIONS: Table = {
     "expert_batch": ("data",),
 }
 
+# A table of up to so many rows is better whole. By the costs of TorchRec's planner
+# (pytorch/torchrec, torchrec/distributed/planner/shard_estimators.py, commit
+# 06884eebf191a50d62e1b2f205e8f35fe852e36f) a whole table sends its gradient, rows x width, and one
+# that is cut by rows sends what is looked up, examples x width: as much where there are as many
+# rows as examples, which are 128 in the published batch and in the shrunk one.
+SMALL_TABLE = 128
+
 
 def replicated(devices: int, config: Any = None) -> HandLayout:
     """Every device does everything; what the others are compared with."""
@@ -57,6 +64,20 @@ def data_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
     """The batch is divided, every device holds the whole state."""
     del config
     yield HandLayout(name="data parallel", axes=(("data", devices),), activations=BY_BATCH)
+
+
+def optimizer_divided(devices: int, config: Any) -> Iterator[HandLayout]:
+    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): as data parallel, but moments are divided.
+
+    Each device updates its part of the parameters, and all gather the whole (Xu et al. 2020).
+    """
+    del config
+    yield HandLayout(
+        name="data parallel, optimizer divided",
+        axes=(("data", devices),),
+        activations=BY_BATCH,
+        spread_moments=("data",),
+    )
 
 
 def fsdp(devices: int, config: Any) -> Iterator[HandLayout]:
@@ -84,16 +105,44 @@ def tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
     )
 
 
+def data_x_tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
+    """Megatron-LM's own (Shoeybi et al. 2019, section 5.1), for every factorization of the devices.
+
+    The batch is divided over `data`, and every part of it is at a whole model divided over `model`.
+    """
+    del config
+    for model in _model_axes(devices):
+        yield HandLayout(
+            name=f"data x tensor parallel {devices // model}x{model}",
+            axes=(("data", devices // model), ("model", model)),
+            activations={**BY_BATCH, **TENSOR_PARALLEL},
+            params=TENSOR_PARALLEL,
+        )
+
+
 def fsdp_x_tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
     """FSDP over `data`, Megatron over `model`, for every factorization of the devices."""
     del config
-    for model in (m for m in range(2, devices) if devices % m == 0):
+    for model in _model_axes(devices):
         yield HandLayout(
             name=f"fsdp x tensor parallel {devices // model}x{model}",
             axes=(("data", devices // model), ("model", model)),
             activations={**BY_BATCH, **TENSOR_PARALLEL},
             params={**FULLY_SHARDED, **TENSOR_PARALLEL},
             spread=("data",),
+        )
+
+
+def maxtext_fsdp_x_tensor(devices: int, config: Any) -> Iterator[HandLayout]:
+    """MaxText's rules (source and version in `maxtext`) on its mesh axes fsdp and tensor."""
+    del config
+    meshes = {"maxtext fsdp": (("fsdp", devices),)} | {
+        f"maxtext fsdp x tensor {devices // m}x{m}": (("fsdp", devices // m), ("tensor", m))
+        for m in _model_axes(devices)
+    }
+    for name, axes in meshes.items():
+        yield HandLayout(
+            name=name, axes=axes, activations=maxtext.ACTIVATIONS, params=maxtext.PARAMS
         )
 
 
@@ -128,7 +177,8 @@ def table_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
 
     By rows, what the devices found is summed into each one's examples; by columns, each is told the
     values of the whole batch, and what it found goes to its examples all to all (TorchRec's
-    row-wise and column-wise sharding). A table that does not divide is on every device.
+    row-wise and column-wise sharding). A table that does not divide is on every device. The second
+    keeps tables of up to `SMALL_TABLE` rows on every device, as TorchRec's planner does.
     """
     del config
     axes = (("data", devices),)
@@ -137,6 +187,13 @@ def table_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
         axes=axes,
         activations=BY_BATCH,
         params={"rows": ("data",)},
+    )
+    yield HandLayout(
+        name="large tables by rows, small ones whole",
+        axes=axes,
+        activations=BY_BATCH,
+        params={"rows": ("data",)},
+        whole_up_to={"rows": SMALL_TABLE},
     )
     yield HandLayout(
         name="tables by columns",
@@ -182,31 +239,37 @@ def spatial(devices: int, config: Any) -> Iterator[HandLayout]:
         )
 
 
+def _model_axes(devices: int) -> list[int]:
+    """Sizes of a second mesh axis, none of them 1 or all devices."""
+    return [m for m in range(2, devices) if devices % m == 0]
+
+
 def _expert_axes(devices: int, experts: int) -> list[int]:
     return [e for e in range(2, devices + 1) if devices % e == 0 and experts % e == 0]
 
 
-_EVERYWHERE: tuple[Maker, ...] = (data_parallel, fsdp)
-_MEGATRON: tuple[Maker, ...] = (*_EVERYWHERE, tensor_parallel, fsdp_x_tensor_parallel)
+_EVERYWHERE: tuple[Maker, ...] = (data_parallel, optimizer_divided, fsdp)
+_TENSOR: tuple[Maker, ...] = (tensor_parallel, data_x_tensor_parallel, fsdp_x_tensor_parallel)
+_MEGATRON: tuple[Maker, ...] = (*_EVERYWHERE, *_TENSOR)
+# Optimizers that keep nothing, or little, in a parameter's shape: SGD, and Adafactor.
+_MEGATRON_NO_MOMENTS: tuple[Maker, ...] = (data_parallel, fsdp, *_TENSOR)
 
 HAND_LAYOUTS: dict[str, tuple[Maker, ...]] = {
     "mlp": _MEGATRON,
-    "decoder": _MEGATRON,
-    "encoder_decoder": _MEGATRON,
+    "decoder": (*_MEGATRON, maxtext_fsdp_x_tensor),
+    "encoder_decoder": _MEGATRON_NO_MOMENTS,
     "vit": _MEGATRON,
     "clip": _MEGATRON,
     "state_space": _MEGATRON,
     "recurrent": _MEGATRON,
-    "moe": (*_MEGATRON, expert_parallel, maxtext_fsdp_x_expert),
+    "moe": (*_MEGATRON, maxtext_fsdp_x_tensor, expert_parallel, maxtext_fsdp_x_expert),
     "resnet50": (*_EVERYWHERE, spatial),
     "resnet152": (*_EVERYWHERE, spatial),
     "unet": (*_EVERYWHERE, spatial),
     "recommender": (*_EVERYWHERE, table_parallel),
     "graph_network": (*_EVERYWHERE, edge_parallel),
-    # These models take no constraints: their layouts are those of the state and the batch alone, as
-    # big_vision writes its own, and the partitioner is left to find the rest.
     "linen_vit": _MEGATRON,
-    "linen_resnet": _EVERYWHERE,
+    "linen_resnet": (*_EVERYWHERE, spatial),
     "linen_recurrent": _MEGATRON,
-    "plain_gpt": _MEGATRON,
+    "plain_gpt": _MEGATRON_NO_MOMENTS,
 }

@@ -25,7 +25,7 @@ class SizedCase:
 
     name: str
     config: Any
-    make_model: Callable[[], Any]
+    make_model: Callable[..., Any]
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformation
     sample: Callable[[int], Any]

@@ -42,12 +42,9 @@ def prepare(case: HandCase, layout: HandLayout, devices: list[jax.Device]) -> tr
       ValueError: the devices that share the batch do not divide it.
     """
     rules = Rules.on(layout, devices)
-    loss = case.loss
-    if case.kind == "nnx":
-        loss = functools.partial(loss, constrain=rules.constrain)
     return trainer.prepare(
         rules,
-        *train_step(case, loss),
+        *train_step(case, rules.constrain),
         functools.partial(names_of, case.name),
         case.optimizer,
         case.sample(0),

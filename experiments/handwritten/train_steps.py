@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from models.constrain import Constrain, unconstrained
+
 State = dict[str, Any]
 Step = Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
 Forward = Callable[[Any, Any, Any], tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]]
@@ -15,13 +17,16 @@ Forward = Callable[[Any, Any, Any], tuple[jax.Array, tuple[Any, dict[str, jax.Ar
 
 
 class Trained(Protocol):
-    """What a train step needs of a case; `experiments.zoo.case` explains its fields."""
+    """What a train step needs of a case; `experiments.zoo.case` explains its fields.
+
+    The hook `constrain` is an argument of the loss; in Linen it is one of `make_model`.
+    """
 
     # Properties, so that the fields of a frozen dataclass fit.
     @property
     def kind(self) -> str: ...
     @property
-    def make_model(self) -> Callable[[], Any]: ...
+    def make_model(self) -> Callable[..., Any]: ...
     @property
     def loss(self) -> Callable[..., Any]: ...
     @property
@@ -33,7 +38,7 @@ class Trained(Protocol):
 
 
 def train_step(
-    case: Trained, loss: Callable[..., Any] | None = None
+    case: Trained, constrain: Constrain = unconstrained
 ) -> tuple[Step, Callable[[], State]]:
     """(step, init) of a state {"step", "params", "extra", "opt_state"} of plain arrays.
 
@@ -41,10 +46,10 @@ def train_step(
     their counts.
 
     Args:
-      loss: instead of the case's own: the same, with its activations constrained.
+      constrain: is called with the model's activations.
     """
     parts = {"nnx": _nnx, "linen": _linen, "plain": _plain}[case.kind]
-    make, forward = parts(case, loss or case.loss)
+    make, forward = parts(case, constrain)
     optimizer = case.optimizer
 
     def init() -> State:
@@ -79,7 +84,7 @@ _Parts = tuple[Callable[[], tuple[Any, Any]], Forward]
 """(() -> (params, extra), the forward pass)."""
 
 
-def _nnx(case: Trained, loss: Callable[..., Any]) -> _Parts:
+def _nnx(case: Trained, constrain: Constrain) -> _Parts:
     graphdef, abstract_params, abstract_extra = _split(nnx.eval_shape(case.make_model))
 
     def make() -> tuple[Any, Any]:
@@ -88,7 +93,7 @@ def _nnx(case: Trained, loss: Callable[..., Any]) -> _Parts:
 
     def forward(params: Any, extra: Any, batch: Any) -> Any:
         model = nnx.merge(graphdef, _boxed(abstract_params, params), _boxed(abstract_extra, extra))
-        value, metrics = loss(model, batch)
+        value, metrics = case.loss(model, batch, constrain=constrain)
         # The rest of a module is the same as at first: no loss adds variables.
         _, _, after = _split(model)
         return value, (nnx.to_pure_dict(after), metrics)
@@ -96,8 +101,8 @@ def _nnx(case: Trained, loss: Callable[..., Any]) -> _Parts:
     return make, forward
 
 
-def _linen(case: Trained, loss: Callable[..., Any]) -> _Parts:
-    module, inputs = case.make_model(), case.inputs
+def _linen(case: Trained, constrain: Constrain) -> _Parts:
+    module, inputs = case.make_model(constrain=constrain), case.inputs
     assert inputs is not None
 
     def make() -> tuple[Any, Any]:
@@ -115,15 +120,15 @@ def _linen(case: Trained, loss: Callable[..., Any]) -> _Parts:
             after.update(changed)
             return output
 
-        value, metrics = loss(apply, batch)
+        value, metrics = case.loss(apply, batch)
         return value, (after, metrics)
 
     return make, forward
 
 
-def _plain(case: Trained, loss: Callable[..., Any]) -> _Parts:
+def _plain(case: Trained, constrain: Constrain) -> _Parts:
     def forward(params: Any, extra: Any, batch: Any) -> Any:
-        return loss(params, batch), (extra, {})
+        return case.loss(params, batch, constrain=constrain), (extra, {})
 
     return lambda: (case.make_model(), {}), forward
 

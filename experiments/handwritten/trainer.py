@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding
 
 from experiments.handwritten.layouts import Names, Rules
 from experiments.handwritten.train_steps import State, Step
@@ -76,24 +77,27 @@ def shardings(
 ) -> State:
     """A sharding for each leaf of an abstract state.
 
-    What the optimizer keeps in a parameter's shape lies as the parameter does. Everything else is
+    What the optimizer keeps in a parameter's shape lies as `Rules.moment` says. Everything else is
     replicated: counts, the rows and columns of factored moments, and "extra".
     """
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, x: rules.param(names_of(jax.tree_util.keystr(path), x.ndim), x.shape),
-        state["params"],
-    )
+
+    def of_params(rule: Callable[[Names, tuple[int, ...]], NamedSharding]) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: rule(names_of(jax.tree_util.keystr(path), x.ndim), x.shape),
+            state["params"],
+        )
+
     moments = optax.tree_map_params(
         optimizer,
         lambda moment, x, sharding: sharding if moment.shape == x.shape else rules.replicated(),
         state["opt_state"],
         state["params"],
-        params,
+        of_params(rules.moment),
         transform_non_params=lambda _: rules.replicated(),
     )
     return {
         "step": rules.replicated(),
-        "params": params,
+        "params": of_params(rules.param),
         "extra": jax.tree.map(lambda _: rules.replicated(), state["extra"]),
         "opt_state": moments,
     }

@@ -27,9 +27,9 @@ class Case:
       kind: what the model is written in: Flax NNX, Flax Linen, or functions of a dict of arrays.
       config: the model's own dataclass, at the scale that was asked for.
       batch_size: examples of the global batch.
-      make_model: () -> nnx.Module, or linen.Module; for "plain" () -> parameters.
+      make_model: () -> nnx.Module; (constrain=...) -> linen.Module; for "plain" () -> parameters.
       loss: nnx (model, batch, constrain=...) -> (scalar, metrics); linen (apply, batch) -> the
-        same; plain (params, batch) -> scalar.
+        same; plain (params, batch, constrain=...) -> scalar.
       optimizer: for "plain" what its `step` does itself.
       make_batch: (seed, examples) -> batch, a pytree of numpy arrays whose first dimensions are
         in proportion to the examples.
@@ -42,7 +42,7 @@ class Case:
     kind: Kind
     config: Any
     batch_size: int
-    make_model: Callable[[], Any]
+    make_model: Callable[..., Any]
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformation
     make_batch: Callable[[int, int], Any]

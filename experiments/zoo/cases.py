@@ -88,11 +88,6 @@ def _tokens(seed: int, batch_size: int, config: Any) -> np.ndarray:
     return next(text.batches(seed, batch_size, config.sequence))
 
 
-def _tokens_alone(seed: int, batch_size: int, config: Any) -> np.ndarray:
-    """As `_tokens`, for a model that takes as many tokens as it has positions."""
-    return next(text.batches(seed, batch_size, config.sequence - 1))
-
-
 def _vectors(seed: int, batch_size: int, config: mlp.MLPConfig) -> dict[str, np.ndarray]:
     return mlp.sample(seed, batch_size, config.width)
 
@@ -249,11 +244,9 @@ RECIPES: dict[str, Recipe] = {
         kind="plain",
         module=plain_gpt,
         make=plain_gpt.init,
-        small=plain_gpt.PlainGPTConfig(
-            layers=2, d_model=64, heads=4, vocab_size=256, sequence=32, dtype="float32"
-        ),
+        small=plain_gpt.PlainGPTConfig(),
         optimizer=lambda: optax.sgd(plain_gpt.PlainGPTConfig().learning_rate),
-        sample=_tokens_alone,
+        sample=_tokens,
     ),
 }
 
@@ -279,8 +272,6 @@ def of_size(name: str, config: Any, batch_size: int) -> Case:
     """A case with a configuration and a batch of one's own."""
     recipe = RECIPES[name]
     plain = recipe.kind == "plain"
-    if plain:
-        config = dataclasses.replace(config, batch=batch_size)
     return Case(
         name=name,
         family=recipe.family,

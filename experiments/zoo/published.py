@@ -17,7 +17,7 @@ from models.encoder_decoder import T5_BASE
 from models.graph_network import GIN_CODE2
 from models.mlp import MLPConfig
 from models.moe import MIXTRAL_8X7B
-from models.plain_gpt import PlainGPTConfig
+from models.plain_gpt import GPT3_6_7B
 from models.recommender import CRITEO_KAGGLE
 from models.recurrent import ZAREMBA_LARGE
 from models.resnet import RESNET_50, RESNET_152
@@ -199,16 +199,12 @@ PUBLISHED: dict[str, Published] = {
     "linen_resnet": _RESNET_50,
     "linen_recurrent": _ZAREMBA,
     "plain_gpt": Published(
-        # "Language Models are Few-Shot Learners" (Brown et al. 2020), table 2.1, GPT-3 6.7B; the
-        # vocabulary is GPT-2's, padded to a multiple of 128.
-        config=PlainGPTConfig(
-            layers=32, d_model=4096, heads=32, vocab_size=50_304, sequence=2048, batch=1024
-        ),
+        config=GPT3_6_7B,
         batch_size=1024,
-        source="ibid., table 2.1: 2M tokens",
+        source="Brown et al. 2020, table 2.1: 2M tokens",
         sizes={
             "vocab_size": BYTES,
-            "d_model": Size(kind="width", multiple=32),
+            "d_model": Size(kind="width", multiple=GPT3_6_7B.heads),
             "layers": DEPTH,
             "sequence": EXTENT,
         },
