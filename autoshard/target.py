@@ -112,6 +112,16 @@ class Target:
             axis_types=(AxisType.Auto,) * len(axes),
         )
 
+    def placed(self, shape: Sequence[tuple[str, int]]) -> tuple[jax.Device, ...]:
+        """The devices at the places of a mesh, major to minor; for a single place the first.
+
+        Raises:
+          TargetError: another number of devices.
+        """
+        if math.prod(n for _, n in shape) == 1:
+            return self.devices[:1]
+        return tuple(self.devices[i] for i in self.order(shape))
+
     def any_mesh(self, shape: Sequence[tuple[str, int]]) -> Mesh | AbstractMesh:
         """`mesh`, without devices where they are not here: enough to lower for."""
         axes = tuple(shape) or (("x", 1),)

@@ -153,7 +153,7 @@ def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) 
                 request_for(module, target, folder, Budget().compile_seconds)
             )
     else:
-        result = compile_on(module, target.devices)
+        result = compile_on(module, target.placed(module.mesh))
     if isinstance(result, Failure):
         raise PlanError(_why_not_compiled(result, target))
     if result.memory.peak_bytes > target.memory_bytes:

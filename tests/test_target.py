@@ -47,6 +47,14 @@ def test_meshes_are_made_over_the_devices_in_order():
         target.mesh((("x", 4),))
 
 
+def test_programs_are_placed_where_their_meshes_are(monkeypatch):
+    target = find_target(DEVICES)
+    monkeypatch.setattr(type(target), "order", lambda self, shape: tuple(range(8))[::-1])
+    shape = (("x", 2), ("y", 4))
+    assert list(target.placed(shape)) == list(target.mesh(shape).devices.flat) == DEVICES[::-1]
+    assert target.placed((("x", 1),)) == (DEVICES[0],)  # the program that makes the state
+
+
 def test_memory_is_the_hosts_share_unless_given():
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     target = find_target(DEVICES)

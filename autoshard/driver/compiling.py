@@ -93,7 +93,7 @@ class Compiling:
             ledger.journal.started(key, ledger.note("compile", row))
             if self._executor is None:
                 # Live accelerators: this process holds them, so it compiles.
-                result = compile_on(module, ledger.target.devices)
+                result = compile_on(module, ledger.target.placed(module.mesh))
                 self._record(row, key, self._priced(row, module, result))
                 continue
             request = request_for(

@@ -22,7 +22,7 @@ _BATCHES = 2
 def opened_bench(ledger: Ledger) -> Iterator[Benches]:
     """What measures: this process for accelerators, a child that can be killed for CPUs."""
     if ledger.target.platform != "cpu":
-        yield Bench(ledger.target.devices)
+        yield Bench(ledger.target.placed)
         return
     child = ChildBench(ledger.settings("measure"), time_limit_s=ledger.budget.measure_seconds)
     try:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self
 
 import jax
@@ -21,6 +21,7 @@ from autoshard.compat.executable import (
     float_types,
     has_host_callback,
 )
+from autoshard.layout import MeshShape
 from autoshard.module import Module
 from autoshard.rungs import numerics
 from autoshard.rungs.failures import failure_of
@@ -76,12 +77,12 @@ class Bench:
     """A `Benches` on this process's devices.
 
     Args:
-      devices: in the order that the modules' meshes mean; by default `jax.devices()`. A module for
-        fewer devices takes the first of them.
+      placed: the devices at the places of a module's mesh, major to minor; by default the first of
+        `jax.devices()`.
     """
 
-    def __init__(self, devices: Sequence[jax.Device] | None = None):
-        self._devices = tuple(jax.devices() if devices is None else devices)
+    def __init__(self, placed: Callable[[MeshShape], Sequence[jax.Device]] | None = None):
+        self._placed = placed
         self._initial: tuple[np.ndarray, ...] | None = None
         self._batches: tuple[tuple[np.ndarray, ...], ...] = ()
         self._entries: dict[str, _Entry] = {}
@@ -215,7 +216,9 @@ class Bench:
         return entry.state, entry.batches
 
     def _compile(self, module: Module) -> Executable:
-        return compile_module(module, self._devices[: module.device_count])
+        if self._placed is None:
+            return compile_module(module, jax.devices()[: module.device_count])
+        return compile_module(module, self._placed(module.mesh))
 
     def _start(self) -> tuple[np.ndarray, ...]:
         if self._initial is None:

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -202,6 +203,24 @@ def test_run_chains_the_state_and_cycles_through_the_batches(bench):
     ):
         if "bk" not in path:
             np.testing.assert_allclose(a, np.asarray(b), rtol=2e-3, atol=1e-6, err_msg=path)
+
+
+def test_a_program_runs_on_the_devices_where_its_mesh_has_them():
+    asked = []
+
+    def placed(mesh):
+        asked.append(mesh)
+        return jax.devices()[::-1][: math.prod(n for _, n in mesh)]
+
+    turned = Bench(placed)
+    assert turned.set_inputs(lowered.init_module(), lowered.make_batches()) is None
+    module = lowered.train_module(DATA, spec=P("data"))
+    assert isinstance(turned.load("data", module), MemoryUse)
+    assert len(turned.run("data", 1)) == 1
+    assert asked[-1] == module.mesh
+    _, ((batch, *_), *_) = turned._place(turned._entries["data"])
+    where = {shard.index[0].start or 0: shard.device for shard in batch.addressable_shards}
+    assert [where[start] for start in sorted(where)] == jax.devices()[::-1]
 
 
 def test_every_program_starts_from_the_same_values(bench):
