@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from autoshard.rungs.compile_job import (
     request_for,
 )
 from autoshard.rungs.failures import failure_of
+from autoshard.rungs.worker import stop_workers
 from autoshard.trial import Estimate, Failure, Kind, Stage
 
 
@@ -50,12 +52,17 @@ class Compiling:
             yield
             return
         workers = min(2, os.cpu_count() or 1)
-        pool = concurrent.futures.ThreadPoolExecutor(workers, "autoshard-compile")
+        threads: list[int] = []
+        pool = concurrent.futures.ThreadPoolExecutor(
+            workers, "autoshard-compile", lambda: threads.append(threading.get_ident())
+        )
         self._executor = pool
         try:
             yield
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            # After Ctrl-C the interpreter would not end before what the threads wait for.
+            stop_workers(threads)
             self._executor = None
 
     def compile(self, indices: list[int], share: float) -> None:

@@ -2,14 +2,18 @@
 
 import dataclasses
 import os
+import platform
 import re
 import time
 from collections.abc import Sequence
 
 import jax
 
+from autoshard.compat.compilers import compiler_version
 from autoshard.compat.deviceless import Hardware, compile_without_devices
 from autoshard.compat.executable import MemoryUse, compile_module
+from autoshard.compat.versions import versions
+from autoshard.errors import WorkerError
 from autoshard.module import Module
 from autoshard.rungs import worker as worker_module
 from autoshard.rungs.failures import failure_of
@@ -50,6 +54,7 @@ class CompileRequest:
     Attributes:
       hardware: what to compile for where it is not here; None for CPU devices of the worker's own.
       order: for each place of the module's mesh the number of the hardware's device.
+      compilers: what the answer must come from, as `compilers_here` says it.
     """
 
     module: Module
@@ -57,6 +62,17 @@ class CompileRequest:
     settings: WorkerSettings
     hardware: Hardware | None = None
     order: tuple[int, ...] = ()
+    compilers: str = ""
+
+
+def compilers_here(lowered_for: str | None) -> str:
+    """The versions that decide what a module is compiled to, such as `jaxlib 0.10.2`.
+
+    Args:
+      lowered_for: "tpu" or "cuda" for hardware that is not here; None for this machine's own CPUs.
+    """
+    jaxlib = f"jaxlib {versions()['jaxlib']}"
+    return jaxlib if lowered_for is None else f"{jaxlib}, {compiler_version(lowered_for)}"
 
 
 def request_for(module: Module, target: Target, folder: str, time_limit_s: float) -> CompileRequest:
@@ -76,6 +92,7 @@ def request_for(module: Module, target: Target, folder: str, time_limit_s: float
         ),
         hardware=target.hardware,
         order=() if target.is_here else target.order(module.mesh),
+        compilers=compilers_here(target.hardware.platform if target.hardware else None),
     )
 
 
@@ -97,7 +114,17 @@ def compile_module_job(
 
 
 def compile_in_process(request: CompileRequest) -> CompileResult | Failure:
-    """`compile_module_job` in this thread's own worker: submit it to any Executor."""
+    """`compile_module_job` in this thread's own worker: submit it to any Executor.
+
+    Raises:
+      WorkerError: this machine has other compilers than the search asks.
+    """
+    here = compilers_here(request.hardware.platform if request.hardware else None)
+    if request.compilers and here != request.compilers:
+        raise WorkerError(
+            f"{platform.node()} compiles with {here}, the search expects {request.compilers}:"
+            " install the same versions there"
+        )
     worker = worker_here(request.settings)
     return compile_module_job(
         request.module, request.time_limit_s, worker, request.hardware, request.order

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -123,6 +123,13 @@ class WorkerProcess:
         """Ends the child, if there is one. The next call starts another."""
         with self._lock:
             self._kill()
+
+    def stop(self) -> None:
+        """Kills the child under a call that goes on in another thread: it returns a failure."""
+        child = self._child
+        if child is not None and child.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
 
     def _start(self) -> "_Child":
         child = _Child(self.settings)
@@ -259,6 +266,7 @@ def _environment(settings: WorkerSettings) -> dict[str, str]:
 
 
 _here = threading.local()
+_of_threads: "weakref.WeakValueDictionary[int, WorkerProcess]" = weakref.WeakValueDictionary()
 
 
 def worker_here(settings: WorkerSettings) -> WorkerProcess:
@@ -271,5 +279,17 @@ def worker_here(settings: WorkerSettings) -> WorkerProcess:
     if worker is None or worker.settings != settings:
         if worker is not None:
             worker.close()
-        worker = _here.worker = WorkerProcess(settings)
+        worker = _here.worker = _of_threads[threading.get_ident()] = WorkerProcess(settings)
     return worker
+
+
+def stop_workers(threads: Iterable[int]) -> None:
+    """Stops what the workers of some threads of this process are at.
+
+    Args:
+      threads: as `threading.get_ident` numbers them.
+    """
+    for thread in threads:
+        worker = _of_threads.get(thread)
+        if worker is not None:
+            worker.stop()

@@ -10,11 +10,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compat.executable import compile_module
+from autoshard.errors import WorkerError
 from autoshard.rungs.compile_job import (
     CompileRequest,
     CompileResult,
     compile_in_process,
     compile_module_job,
+    compilers_here,
     rematerializations,
 )
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings
@@ -119,3 +121,17 @@ def test_requests_pickle_and_run_on_any_executor(settings):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         result = pool.submit(compile_in_process, request).result()
     assert isinstance(result, CompileResult)
+
+
+def test_a_machine_with_other_compilers_does_not_answer(tmp_path):
+    settings = WorkerSettings(platform="cpu", device_count=8, folder=str(tmp_path))
+    request = CompileRequest(
+        module=lowered.train_module(),
+        time_limit_s=120,
+        settings=settings,
+        compilers="jaxlib 0.0.1",
+    )
+    with pytest.raises(WorkerError, match=r"compiles with jaxlib .*, the search expects jaxlib 0"):
+        compile_in_process(request)
+    same = dataclasses.replace(request, compilers=compilers_here(None))
+    assert isinstance(compile_in_process(same), CompileResult)
