@@ -1,7 +1,7 @@
 """Calibration: short measurements on a live target that give the cost model its constants.
 
 Matrix products, a chain of transcendental operations, a copy (`probes`), many tiny kernels, a block
-too large for the allocator to keep, memory by size (`memory_probe`), and each collective in the
+too large for the allocator to keep, and each collective in the
 smallest and the largest group. What is not measured on an accelerator comes from its catalogue
 entry, where it has one: the clock of the compiler's estimates, and the rates of other dtypes than
 bf16 and f32. All samples are taken in rounds over every probe, and the least of each is used: what
@@ -29,14 +29,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.catalogue import Chip, catalogue
 from autoshard.compat.device_order import known_kind
 from autoshard.cost import FRESH_FROM_BYTES, GATHERS_AT_ONCE, KINDS, Constants, LinkCost
-from autoshard.memory_probe import bandwidths, memory_probes
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 7
+REVISION = 9
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
+_TURNS = (2, 6)
+_BEYOND_BYTES = 256 << 20  # of all devices: several times the last cache of a host
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
 _FRESH_DEVICES = 8  # enough to keep every core busy; on all of a large mesh it would be gigabytes
 _SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device of a fake mesh
@@ -59,10 +60,11 @@ def calibrate(target: Target) -> Constants:
     if shared:
         sized = on_host(mesh)
         some = Mesh(np.array(target.devices[:few]), ("x",))
+        for turns in _TURNS:
+            probes["memory", turns] = program(_scaled(turns), some, _BEYOND_BYTES // 4 // few)
         probes["nothing of few"] = program(lambda x: x + 1.0, some, 8)
         probes["kept"] = program(_written(width), some, 8)
         probes["fresh"] = program(_written(FRESH_FROM_BYTES // 4 + width), some, 8)
-        probes |= memory_probes(some)
     else:
         idle_s = least_of_rounds({"nothing": probes["nothing"]})["nothing"]
         sized = on_accelerator(mesh, target.memory_bytes, idle_s)
@@ -102,8 +104,7 @@ def calibrate(target: Target) -> Constants:
         contract_flops_per_s=rates["product" if shared else "product f32"],
         contract_by_dtype=() if shared else rates_by_dtype(rates, chip),
         element_flops_per_s=rates["elements"],
-        bandwidth_bytes_per_s=rates["copy"],
-        bandwidths=bandwidths(seconds, few) if shared else (),
+        bandwidth_bytes_per_s=beyond_caches(seconds) if shared else rates["copy"],
         launch_s=above("kernels") / (2 * _TINY * work),
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
@@ -155,6 +156,20 @@ def least_of_rounds(
     return seconds
 
 
+def beyond_caches(seconds: Mapping[object, float]) -> float:
+    """Bytes a second that all devices of a host read and write together, where no cache helps.
+
+    A step touches far more than the caches hold before it comes back to an array. The difference of
+    two numbers of turns has neither the dispatch in it nor the making of the result.
+
+    Args:
+      seconds: of the probes ("memory", turns).
+    """
+    few, many = _TURNS
+    once_s = (seconds["memory", many] - seconds["memory", few]) / (many - few)
+    return 2.0 * _BEYOND_BYTES / max(once_s, 1e-7)
+
+
 def fresh_s_per_byte(seconds: Mapping[object, float], devices: int, kept_bytes: int) -> float:
     """What a byte of a block takes that is too large to be kept, beyond one of a block that is.
 
@@ -172,6 +187,11 @@ def fresh_s_per_byte(seconds: Mapping[object, float], devices: int, kept_bytes: 
 def _written(width: int) -> Callable[[jax.Array], jax.Array]:
     """A program that reads next to nothing and writes `width` elements on each device."""
     return lambda x: jnp.broadcast_to(x[:, :1], (x.shape[0], width))
+
+
+def _scaled(turns: int) -> Callable[[jax.Array], jax.Array]:
+    """A program that reads and writes an array so often, in place."""
+    return lambda x: jax.lax.fori_loop(0, turns, lambda _, y: y * 1.0001 + 1e-9, x)
 
 
 def _many_products(x: jax.Array) -> jax.Array:

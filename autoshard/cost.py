@@ -4,8 +4,8 @@ Time of a step = sum over kernels of max(operations / rate, bytes / bandwidth) +
 each collective latency + bytes / bandwidth of its group. On live devices both are measured for each
 kind and group size (alpha-beta model); for hardware that is not here they follow from the links the
 group runs over (`network`). Devices of a fake mesh share the cores of one host: there the rates are
-the host's, the work of all devices adds up, what a kernel touches is faster the better it fits the
-caches, and pages of a large block of temporaries cost time.
+the host's, the work of all devices adds up, a product waits for its operands before it computes,
+and pages of a large block of temporaries cost time.
 
 Not modelled here: overlap of communication with computation (rung 2 reads it off the schedule),
 what one kernel leaves in the caches for the next.
@@ -24,7 +24,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 11
+MODEL_REVISION = 12
 """Part of every journal key.
 
 Raise it when a change here, to sites, or to which constraints `constraints.told` keeps changes
@@ -76,9 +76,6 @@ class Constants:
       contract_by_dtype: the same by dtype of the operands, sorted by name.
       element_flops_per_s: everything else, one operation an element.
       bandwidth_bytes_per_s: memory traffic.
-      bandwidths: (bytes that one kernel reads and writes on a device, bytes a second), ascending,
-        where caches were measured; between two of them seconds a byte are linear in the logarithm.
-        () where the line above holds for all.
       launch_s: fixed cost of a kernel.
       shared: the rates are of a host whose cores all devices share.
       forms_reduce_scatter: the compiler makes one reduce-scatter of an all-reduce whose result is
@@ -105,7 +102,6 @@ class Constants:
     date: str
     contract_by_dtype: tuple[tuple[str, float], ...] = ()
     gathers_by_dimension: bool = True
-    bandwidths: tuple[tuple[float, float], ...] = ()
     fresh_s_per_byte: float = 0.0
     clock_hz: float = 0.0
     source: str = ""
@@ -122,9 +118,7 @@ class Constants:
     def from_json(data: Mapping[str, object]) -> "Constants":
         links = tuple(LinkCost(**link) for link in data["links"])  # type: ignore[attr-defined]
         by_dtype = tuple((str(d), float(r)) for d, r in data.get("contract_by_dtype", ()))  # type: ignore[attr-defined]
-        bandwidths = tuple((float(b), float(r)) for b, r in data.get("bandwidths", ()))  # type: ignore[attr-defined]
-        tables = {"links": links, "contract_by_dtype": by_dtype, "bandwidths": bandwidths}
-        return Constants(**{**data, **tables})  # type: ignore[arg-type]
+        return Constants(**{**data, "links": links, "contract_by_dtype": by_dtype})  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +146,6 @@ class CostModel:
         self.correction = correction or Correction()
         self._network = network
         self._by_dtype = dict(constants.contract_by_dtype)
-        self._sizes = np.log2([b for b, _ in constants.bandwidths])
-        self._s_per_byte = [1 / rate for _, rate in constants.bandwidths]
         self._links: dict[str, tuple[list[int], list[float], list[float]]] = {}
         for kind in {link.kind for link in constants.links}:
             own = sorted((x for x in constants.links if x.kind == kind), key=lambda x: x.group_size)
@@ -191,14 +183,12 @@ class CostModel:
         c = self.constants
         rates = {dtype: self.rate(dtype) for dtype in set(dtypes)}
         rate = np.array([rates[dtype] for dtype in dtypes])
-        each = np.maximum(flops / rate, self.memory_s(bytes_)) + c.launch_s
+        arithmetic_s, memory_s = flops / rate, bytes_ / c.bandwidth_bytes_per_s
+        each = np.maximum(arithmetic_s, memory_s)
+        if c.shared:
+            each = np.where([bool(dtype) for dtype in dtypes], arithmetic_s + memory_s, each)
+        each = each + c.launch_s
         return float(self._devices * np.dot(each, trips)) * self.correction.compute
-
-    def memory_s(self, bytes_: np.ndarray) -> np.ndarray:
-        """Seconds that the memory needs for kernels that read and write so many bytes each."""
-        if not self._s_per_byte:
-            return bytes_ / self.constants.bandwidth_bytes_per_s
-        return bytes_ * np.interp(np.log2(np.maximum(bytes_, 1)), self._sizes, self._s_per_byte)
 
     def fresh_s(self, block_bytes: float) -> float:
         """Seconds a step waits for the pages of its temporaries, one block on each device.
@@ -216,15 +206,18 @@ class CostModel:
 
         Products take the cycles that the compiler says, where it says any. For kernels that only
         move and transform data its cycles come to 2 to 5 times what the memory allows (libtpu
-        0.0.42 and 0.0.50): those, and all where there are no cycles, take a roofline.
+        0.0.42 and 0.0.50): those, and all where there are no cycles, take a roofline. On a shared
+        host a product packs its operands and then computes: there both add up.
         """
         c = self.constants
         if work.cycles is not None and work.matmul_flops and c.clock_hz:
             return self._devices * work.cycles / c.clock_hz * self.correction.compute
         busy = sum(flops / self.rate(dtype) for dtype, flops in work.matmul_flops)
         busy += work.element_flops / c.element_flops_per_s
-        each = max(busy, float(self.memory_s(np.array(work.bytes)))) + c.launch_s
-        return self._devices * each * self.correction.compute
+        memory_s = work.bytes / c.bandwidth_bytes_per_s
+        packed = c.shared and work.matmul_flops
+        each = busy + memory_s if packed else max(busy, memory_s)
+        return self._devices * (each + c.launch_s) * self.correction.compute
 
     def collective_s(self, one: Collective, mesh: MeshShape) -> float:
         """Seconds of one execution of a collective on a mesh."""

@@ -21,7 +21,6 @@ LAYERS = (
         "cost",
         "calibrate",
         "probes",
-        "memory_probe",
         "network",
         "pricing",
     },
