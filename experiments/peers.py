@@ -20,9 +20,16 @@ from autoshard.strategy.base import score
 _DRAWS = 100
 """Draws for one ask, after which a strategy has nothing new to ask."""
 
-_ASKS = 4
-"""Trials that TPE is asked for one new candidate: near its best it names the same ones again, and
-each of its trials takes longer than the last."""
+_ASKS = 20
+"""Trials that TPE is asked for one new candidate, after which one is drawn."""
+
+_LIKELIEST_OF = 2
+"""Values of a parameter that TPE draws, to take the likeliest (Optuna: `n_ei_candidates`).
+
+By Optuna's default, 24, the likeliest of so few categories is the best candidate's nearly always:
+138 of 150 new candidates had to be drawn evenly in its stead, with 2 of them 13, and it found a
+better layout (plain_gpt for h100:1x8).
+"""
 
 Values = dict[str, str]
 Choose = Callable[[str, tuple[str, ...]], str]
@@ -83,7 +90,9 @@ class Tpe:
     def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
         if self._study is None:
             optuna.logging.set_verbosity(optuna.logging.ERROR)
-            self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+            self._study = optuna.create_study(
+                sampler=optuna.samplers.TPESampler(seed=seed, n_ei_candidates=_LIKELIEST_OF)
+            )
         for seen in history[self._told :]:
             self._tell(space, seen)
         self._told = len(history)
