@@ -122,6 +122,8 @@ def test_neither_dispatch_nor_the_result_counts_as_memory_traffic():
     moved = 2 * (256 << 20)
     seconds = {("memory", turns): 0.02 + turns * moved / 50e9 for turns in (2, 6)}
     assert beyond_caches(seconds) == pytest.approx(50e9)
+    held_up = {**seconds, ("memory", 2): seconds["memory", 6]}
+    assert 25e9 < beyond_caches(held_up) < 100e9
 
 
 def test_a_byte_of_a_fresh_block_costs_what_a_kept_one_does_not():
