@@ -53,6 +53,16 @@ def compiler_version(platform: str) -> str | None:
     return None
 
 
+def compilers_here(lowered_for: str | None) -> str:
+    """The versions that decide what a module is compiled to, such as `jaxlib 0.10.2`.
+
+    Args:
+      lowered_for: "tpu" or "cuda" for hardware that is not here; None for this machine's own CPUs.
+    """
+    jaxlib = f"jaxlib {_version('jaxlib')}"
+    return jaxlib if lowered_for is None else f"{jaxlib}, {compiler_version(lowered_for)}"
+
+
 def require_compiler(platform: str) -> str:
     """Makes sure that the platform's compiler is installed and fits the installed jax.
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import jax
 
-from autoshard.compat.compilers import compiler_version
+from autoshard.compat.compilers import compilers_here
 from autoshard.compat.deviceless import Hardware, compile_without_devices
 from autoshard.compat.executable import MemoryUse, compile_module
-from autoshard.compat.versions import versions
 from autoshard.errors import WorkerError
 from autoshard.module import Module
 from autoshard.rungs import worker as worker_module
@@ -63,16 +62,6 @@ class CompileRequest:
     hardware: Hardware | None = None
     order: tuple[int, ...] = ()
     compilers: str = ""
-
-
-def compilers_here(lowered_for: str | None) -> str:
-    """The versions that decide what a module is compiled to, such as `jaxlib 0.10.2`.
-
-    Args:
-      lowered_for: "tpu" or "cuda" for hardware that is not here; None for this machine's own CPUs.
-    """
-    jaxlib = f"jaxlib {versions()['jaxlib']}"
-    return jaxlib if lowered_for is None else f"{jaxlib}, {compiler_version(lowered_for)}"
 
 
 def request_for(module: Module, target: Target, folder: str, time_limit_s: float) -> CompileRequest:

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autoshard.compat.compilers import compilers_here
 from autoshard.compat.executable import compile_module
 from autoshard.errors import WorkerError
 from autoshard.rungs.compile_job import (
@@ -16,7 +17,6 @@ from autoshard.rungs.compile_job import (
     CompileResult,
     compile_in_process,
     compile_module_job,
-    compilers_here,
     rematerializations,
 )
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings
