@@ -1,13 +1,13 @@
 """Calibration: short measurements on a live target that give the cost model its constants.
 
-Matrix products, a chain of transcendental operations, a copy (`probes`), many tiny kernels, a block
-too large for the allocator to keep, and each collective in the
-smallest and the largest group. What is not measured on an accelerator comes from its catalogue
-entry, where it has one: the clock of the compiler's estimates, and the rates of other dtypes than
-bf16 and f32. All samples are taken in rounds over every probe, and the least of each is used: what
-else runs on the machine only ever adds time, and on a busy one the medians of a probe and of the
-empty program that is taken off it can come in the wrong order. What is kept is a JSON file with the
-date and a digest; a target is calibrated once.
+Matrix products, a chain of transcendental operations, memory traffic (`probes`; on a host two loops
+over more than its caches hold), many tiny kernels, a block too large for the allocator to keep, and
+each collective in the smallest and the largest group. What is not measured on an accelerator comes
+from its catalogue entry, where it has one: the clock of the compiler's estimates, and the rates of
+other dtypes than bf16 and f32. All samples are taken in rounds over every probe, and the least of
+each is used: what else runs on the machine only ever adds time, and on a busy one the medians of a
+probe and of the empty program that is taken off it can come in the wrong order. What is kept is a
+JSON file with the date and a digest; a target is calibrated once.
 """
 
 import contextlib

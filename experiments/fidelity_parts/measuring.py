@@ -155,8 +155,7 @@ def _measured(
 def _paired(ledger: Ledger, plan: Module, rival: Module, settings: Settings) -> dict[str, Any]:
     """Pairs of two programs in a process with nothing else in it; `failed` says why there are none.
 
-    The process is that of these two alone: what one program leaves of the memory's state is felt
-    by the other, and a third would be felt too.
+    The process is that of these two alone: what a third leaves of the memory's state may be felt.
     """
     with _bench(ledger, settings) as bench:
         try:
