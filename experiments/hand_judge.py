@@ -1,6 +1,5 @@
 """Programs written by hand, judged by rung 2 for hardware that is not here."""
 
-import concurrent.futures
 import pathlib
 from collections.abc import Mapping
 
@@ -8,13 +7,12 @@ from autoshard.compat import stablehlo
 from autoshard.cost import CostModel
 from autoshard.module import Module
 from autoshard.rungs.compile import estimate_of
+from autoshard.rungs.compile_job import compile_in_process, request_for
 from autoshard.target import Target
 from autoshard.trial import Estimate, Failure
-from experiments import kept_compiles
 from experiments.handwritten_pod.baselines import Baseline
+from experiments.kept_compiles import KeptCompiles
 from experiments.pod_sizes import PodSize
-
-WORKERS = 2
 
 
 def judged(
@@ -30,12 +28,12 @@ def judged(
     Args:
       folder: what was compiled stays there, and is not compiled again.
     """
-    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+    with KeptCompiles(folder) as compiles:
         waiting = {}
         for name, baseline in baselines.items():
             module = lowered(baseline, size, target)
-            asked = pool.submit(kept_compiles.compiled, module, target, folder, time_limit_s)
-            waiting[name] = (module, asked)
+            request = request_for(module, target, str(folder / "workers"), time_limit_s)
+            waiting[name] = (module, compiles.submit(compile_in_process, request))
         found: dict[str, Estimate | Failure] = {}
         for name, (module, future) in waiting.items():
             result = future.result()

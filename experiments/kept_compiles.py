@@ -1,53 +1,68 @@
 """Compiled programs in a folder: what one compiler made of a module once, it is not asked again."""
 
+import concurrent.futures
 import gzip
 import hashlib
 import os
 import pathlib
 import pickle
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from autoshard.compat.compilers import compiler_version
-from autoshard.module import Module
-from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
-from autoshard.target import Target
+from autoshard.rungs.compile_job import CompileRequest, CompileResult, compile_in_process
 from autoshard.trial import Failure, Kind
 
+WORKERS = 2
 
-def compiled(
-    module: Module, target: Target, folder: pathlib.Path, time_limit_s: float
-) -> CompileResult | Failure:
-    """What `folder` holds for this module, target and compiler; else compiles it in a worker.
 
-    A crash or a time limit is not kept: it may not come again.
+class KeptCompiles(concurrent.futures.Executor):
+    """Answers `compile_in_process` from a folder, or by a worker whose answer then stands there.
 
-    Args:
-      folder: of this machine's own runs, since what lies there is unpickled.
-      time_limit_s: for the compiler, seconds.
+    With it a change of the cost model asks no compiler again: compiled programs are priced anew.
     """
-    path = folder / f"{_digest(module, target)}.pickle.gz"
-    if path.exists():
-        with gzip.open(path) as file:
-            kept: CompileResult | Failure = pickle.load(file)
-        return kept
-    found = compile_in_process(request_for(module, target, str(folder), time_limit_s))
-    if not isinstance(found, Failure) or found.kind is Kind.OOM:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
-        with gzip.open(part, "wb") as file:
-            pickle.dump(found, file)
-        part.replace(path)
-    return found
+
+    def __init__(self, folder: pathlib.Path):
+        """
+        Args:
+          folder: of this machine's own runs, since what lies there is unpickled.
+        """
+        self._folder = folder
+        self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "compile")
+
+    def submit(  # type: ignore[override]  # of the functions there are it takes one
+        self, fn: Callable[..., Any], request: CompileRequest, /
+    ) -> concurrent.futures.Future[CompileResult | Failure]:
+        if fn is not compile_in_process:
+            raise ValueError(f"got {fn}, expected compile_in_process")
+        return self._pool.submit(self._answer, request)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _answer(self, request: CompileRequest) -> CompileResult | Failure:
+        """A crash or a time limit is not kept: it may not come again."""
+        path = self._folder / f"{_digest(request)}.pickle.gz"
+        if path.exists():
+            with gzip.open(path) as file:
+                kept: CompileResult | Failure = pickle.load(file)
+            return kept
+        found = compile_in_process(request)
+        if not isinstance(found, Failure) or found.kind is Kind.OOM:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
+            with gzip.open(part, "wb") as file:
+                pickle.dump(found, file)
+            part.replace(path)
+        return found
 
 
-def _digest(module: Module, target: Target) -> str:
+def _digest(request: CompileRequest) -> str:
     """Of all that decides what the compiler makes of a module."""
+    module = request.module
     text = hashlib.sha256(module.stablehlo)
-    away = not target.is_here
-    compiler = compiler_version(target.lowering_platform) if away else ""
-    order = target.order(module.mesh) if away else ()
-    where = (module.mesh, target.hardware, order, compiler, jax.__version__)
+    where = (module.mesh, request.hardware, request.order, request.compilers, jax.__version__)
     text.update(repr(where).encode())
     return text.hexdigest()[:24]

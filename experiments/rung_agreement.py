@@ -6,8 +6,9 @@ Question: over a fixed-seed sample of layouts that fit, and rung 1's ten best, h
 Command: python -m experiments.rung_agreement --model=llama3-8b --target=h100:8x8
          (needs autoshard[cuda], for TPUs autoshard[tpu])
 Cost: about 100 compiles by two workers: 15 minutes for GPUs on 2 cores; for TPUs 85 CPU-seconds
-  each. What is compiled stands in <out>/<model>-<target>.jsonl; a run that was killed goes on
-  from there.
+  each. What rung 2 says stands in <out>/<model>-<target>.jsonl, what was compiled in
+  runs/rung_agreement: a run that was killed goes on, and after a change of the cost model the
+  compiled programs are priced anew in minutes.
 Expected: Kendall's tau at least 0.8 for time, at least 0.9 for memory; nothing wrongly rejected.
 
 Up to half of the sample is drawn by Space.sample, a quarter by random walks of up to four decisions
@@ -44,6 +45,7 @@ from autoshard.target import find_target
 from experiments import pod_sizes, pod_tasks
 from experiments.agreement import MEASURES, Point, figures_of, summary, walk
 from experiments.draws import Draws, fastest, uniform
+from experiments.kept_compiles import KeptCompiles
 from experiments.progress import progress_bar, show_on
 
 _MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "The model.")
@@ -83,7 +85,7 @@ def main(argv: list[str]) -> None:
             limit_bytes=int(target.memory_bytes * 0.95),  # search's headroom
             folder=pathlib.Path("runs/rung_agreement").absolute() / name,
         )
-        points, skipped = judged(ledger)
+        points, skipped = judged(ledger, ledger.folder / "compiled")
     figures = {
         "model": _MODEL.value,
         "target": _TARGET.value,
@@ -106,13 +108,17 @@ def main(argv: list[str]) -> None:
     console.print(f"Figures in {path}.", highlight=False)
 
 
-def judged(ledger: Ledger) -> tuple[list[Point], int]:
-    """Rung 1's best and the sample, compiled; and how many were left out for their state alone."""
+def judged(ledger: Ledger, folder: pathlib.Path) -> tuple[list[Point], int]:
+    """Rung 1's best and the sample, compiled; and how many were left out for their state alone.
+
+    Args:
+      folder: what was compiled stays there, and is not compiled again.
+    """
     compiled, ledger.journal = ledger.journal, Journal()  # rung 1 is asked anew every time
     propagate_all(ledger, None, 1.0)
     ledger.journal = compiled
-    compiling = Compiling(ledger, None)
-    with compiling.opened():
+    with KeptCompiles(folder) as compiles:
+        compiling = Compiling(ledger, compiles)
         top = fastest(ledger, _TOP.value)
         compiling.compile(top, 1.0)
         points = _points("top", top, ledger)

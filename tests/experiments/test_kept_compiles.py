@@ -1,16 +1,17 @@
 """What a compiler made of a module is kept; crashes and other modules, targets are asked anew."""
 
 import dataclasses
+import pickle
 
-import jax
 import pytest
 
 from autoshard.compat.deviceless import Hardware
 from autoshard.compat.executable import MemoryUse
-from autoshard.rungs.compile_job import CompileResult
-from autoshard.target import find_target
+from autoshard.rungs.compile_job import CompileRequest, CompileResult
+from autoshard.rungs.worker import WorkerSettings
 from autoshard.trial import Failure, Kind, Stage
 from experiments import kept_compiles
+from experiments.kept_compiles import KeptCompiles
 from tests import lowered
 
 MEMORY = MemoryUse(
@@ -36,69 +37,79 @@ def asked(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def answer(asked, tmp_path):
+    """What the executor says of a request; each time by an executor of its own."""
+
+    def answer(request):
+        with KeptCompiles(tmp_path) as compiles:
+            return compiles.submit(kept_compiles.compile_in_process, request).result()
+
+    return answer
+
+
+def request(**changes) -> CompileRequest:
+    settings = WorkerSettings(platform="cpu", device_count=8, folder="nowhere")
+    wanted = CompileRequest(module=lowered.train_module(), time_limit_s=60.0, settings=settings)
+    return dataclasses.replace(wanted, **changes)
+
+
 def failure(kind):
     return Failure(stage=Stage.COMPILE, kind=kind, message="no")
 
 
-def test_a_module_is_compiled_once(asked, tmp_path):
-    module, target = lowered.train_module(), find_target(jax.devices())
-    for _ in range(2):
-        assert kept_compiles.compiled(module, target, tmp_path, 60.0) == RESULT
+def test_a_module_is_compiled_once(asked, answer):
+    for limit_s in (60.0, 90.0):
+        assert answer(request(time_limit_s=limit_s)) == RESULT
     assert len(asked) == 1
 
 
-def test_another_program_mesh_or_version_is_another_question(asked, tmp_path, monkeypatch):
-    module, target = lowered.train_module(), find_target(jax.devices())
+def test_another_program_mesh_or_version_is_another_question(asked, answer, monkeypatch):
+    module = request().module
     ((name, size), *_) = module.mesh
     for change in ({}, {"stablehlo": module.stablehlo + b" "}, {"mesh": ((name + "_", size),)}):
-        other = dataclasses.replace(module, **change)
-        kept_compiles.compiled(other, target, tmp_path, 60.0)
+        answer(request(module=dataclasses.replace(module, **change)))
     assert len(asked) == 3
     monkeypatch.setattr(kept_compiles.jax, "__version__", "0.0.1")
-    kept_compiles.compiled(module, target, tmp_path, 60.0)
+    answer(request())
     assert len(asked) == 4
 
 
-class Away:
-    """As much of a target as is asked of hardware that is not here."""
-
-    is_here = False
-    lowering_platform = "tpu"
-    device_count = 8
-
-    def __init__(self, hardware, order):
-        self.hardware = hardware
-        self._order = order
-
-    def order(self, mesh):
-        return self._order
-
-
-def test_another_topology_device_order_or_compiler_is_another_question(
-    asked, tmp_path, monkeypatch
-):
-    module = lowered.train_module()
+def test_another_topology_device_order_or_compiler_is_another_question(asked, answer):
     here, there = (Hardware(platform="tpu", topology=t) for t in ("v5e:2x4", "v5p:2x2x2"))
     straight, turned = tuple(range(8)), tuple(range(8))[::-1]
-    versions = iter(["libtpu 1", "libtpu 1", "libtpu 1", "libtpu 2", "libtpu 2"])
-    monkeypatch.setattr(kept_compiles, "compiler_version", lambda platform: next(versions))
-    targets = (
-        Away(here, straight),
-        Away(there, straight),
-        Away(here, turned),
-        Away(here, straight),
-    )
-    for target in (*targets, targets[-1]):
-        kept_compiles.compiled(module, target, tmp_path, 60.0)
+    wanted = {"hardware": here, "order": straight, "compilers": "libtpu 1"}
+    changes = ({}, {"hardware": there}, {"order": turned}, {"compilers": "libtpu 2"}, {})
+    for change in changes:
+        answer(request(**{**wanted, **change}))
     assert len(asked) == 4
 
 
 @pytest.mark.parametrize(
     ("kind", "times"), [(Kind.OOM, 1), (Kind.CRASH, 2), (Kind.TIMEOUT, 2), (Kind.UNSUPPORTED, 2)]
 )
-def test_only_what_the_compiler_itself_says_is_kept(asked, tmp_path, kind, times):
+def test_only_what_the_compiler_itself_says_is_kept(asked, answer, kind, times):
     asked.answer = failure(kind)
-    module, target = lowered.train_module(), find_target(jax.devices())
     for _ in range(2):
-        assert kept_compiles.compiled(module, target, tmp_path, 60.0) == asked.answer
+        assert answer(request()) == asked.answer
     assert len(asked) == times
+
+
+def test_it_does_nothing_but_compile(tmp_path):
+    with (
+        KeptCompiles(tmp_path) as compiles,
+        pytest.raises(ValueError, match="expected compile_in_process"),
+    ):
+        compiles.submit(pickle.dumps, request())
+
+
+def test_what_a_worker_raises_reaches_the_asker(monkeypatch, tmp_path):
+    def compile_(request):
+        raise RuntimeError("no worker")
+
+    monkeypatch.setattr(kept_compiles, "compile_in_process", compile_)
+    with KeptCompiles(tmp_path) as compiles:
+        future = compiles.submit(compile_, request())
+    with pytest.raises(RuntimeError, match="no worker"):
+        future.result()
+    assert not list(tmp_path.iterdir())
