@@ -18,7 +18,11 @@ from autoshard.partitioned import partitioned
 from autoshard.sites import Place
 from autoshard.specs import Specs
 
-_ROUNDS = 10
+_MORE_ROUNDS = 4
+"""Rounds beyond those after which so many constraints were added as there are sites."""
+
+_JUDGED_SITES = 40_000
+"""Sites in all the partitions that may be asked for to spare single constraints: half a minute."""
 
 
 def told(analysis: Analysis, specs: Specs) -> Specs:
@@ -69,7 +73,7 @@ class _Asked:
         site_of = self._analysis.site_of_tag
         kept = set(start)
         tags = [t for t, site in sorted(site_of.items()) if site in self._specs.sites]
-        for k in range(_ROUNDS):
+        for k in range(len(tags).bit_length() + _MORE_ROUNDS):
             places = self._differences(kept)
             if places is None:
                 return kept
@@ -84,13 +88,18 @@ class _Asked:
     def fewest(self, kept: Iterable[int]) -> set[int]:
         """Of sites that are enough, enough of which no single one can be spared.
 
-        Halves are tried first; the last pass is repeated until it spares none.
+        Halves are tried first; the last pass is repeated until it spares none. In a program of many
+        sites it ends before that: asking takes as long as the program is.
         """
         left = sorted(kept)
         size = max(1, len(left) // 2)
+        asked, most = 0, _JUDGED_SITES // len(self._specs.sites)
         while True:
             before, i = len(left), 0
             while i < len(left):
+                if asked >= most:
+                    return set(left)
+                asked += 1
                 fewer = left[:i] + left[i + size :]
                 if self._differences(fewer) is None:
                     left = fewer

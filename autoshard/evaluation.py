@@ -13,7 +13,7 @@ from autoshard.compat.noise import quiet
 from autoshard.layout import Layout, rules
 from autoshard.lowering import constrained_step, shapes, shardings
 from autoshard.program import Program, trace_function
-from autoshard.specs import resolve
+from autoshard.specs import grouped, resolve
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -52,7 +52,9 @@ class Evaluation:
             occurrences=layout.occurrences,
             small_whole=layout.small_whole,
         )
-        specs = resolve(program, analysis.axes, analysis.sites.sites, usable)
+        specs = resolve(
+            program, analysis.axes, grouped(analysis.axes, analysis.sites.sites), usable
+        )
         mesh = plan.mesh
         count = len(program.state)
         given = shardings(mesh, specs.inputs)

@@ -14,8 +14,10 @@ from autoshard.meshes import MAX_MESH_AXES
 from autoshard.program import Program
 from autoshard.sites import Site
 from autoshard.small import small_leaves
-from autoshard.specs import Specs, resolve
+from autoshard.specs import SiteGroups, Specs, grouped, resolve
 from autoshard.written import Written
+
+_KEPT_SPECS = 64
 
 Knobs = tuple[tuple[str, str | int | float | bool | None], ...]
 
@@ -40,6 +42,11 @@ class Space:
     written: Written | None = None
     # The logical axes of each array that `Layout.small_whole` speaks of.
     _small: tuple[frozenset[str], ...] = dataclasses.field(init=False, repr=False)
+    _groups: SiteGroups = dataclasses.field(init=False, repr=False, compare=False)
+    # Of the layouts last asked for: a layout is asked about several times in a row.
+    _specs: dict[Layout, Specs] = dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         small = small_leaves(self.program, self.axes)
@@ -47,6 +54,7 @@ class Space:
         held = [self.axes.inputs[i] for i in small if i not in fixed]
         found = {frozenset(a for dim in dims for a, _ in dim if a is not None) for dims in held}
         object.__setattr__(self, "_small", tuple(found))
+        object.__setattr__(self, "_groups", grouped(self.axes, self.sites))
 
     @property
     def knobs(self) -> Knobs:
@@ -71,7 +79,12 @@ class Space:
             if self.written is None:
                 raise LayoutError("the step has no constraints of its own to keep")
             return self.written.specs
-        return resolve(self.program, self.axes, list(self.sites), layout, dict(self.fixed_leaves))
+        if layout not in self._specs:
+            if len(self._specs) >= _KEPT_SPECS:
+                del self._specs[next(iter(self._specs))]
+            fixed = dict(self.fixed_leaves)
+            self._specs[layout] = resolve(self.program, self.axes, self._groups, layout, fixed)
+        return self._specs[layout]
 
     def canonical(self, layout: Layout) -> Layout:
         """The one form a layout has in this space.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autoshard.axes import Axes, Dimensions
 from autoshard.layout import Layout, Spec, Wording
@@ -45,6 +45,21 @@ class Specs:
         return (self.mesh, self.inputs, self.outputs, sites, self.wording)
 
 
+SiteGroups = dict[tuple[Dimensions, bool, bool, bool], tuple[int, ...]]
+"""Sites by all that a layout's rules ask of them: dimensions, storage, batch first, passing."""
+
+
+def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
+    """The sites that take constraints, those together that every layout treats alike."""
+    by_index = {site.index: site for site in sites}
+    found: dict[tuple[Dimensions, bool, bool, bool], list[int]] = {}
+    for i, dims in axes.sites.items():
+        site = by_index[i]
+        key = (dims, site.storage, site.batch_first, site.passing)
+        found.setdefault(key, []).append(i)
+    return {key: tuple(indices) for key, indices in found.items()}
+
+
 class _Resolver:
     """Turns rules into specs; remembers what was dropped and which rules did anything."""
 
@@ -60,10 +75,12 @@ class _Resolver:
         self.used: set[tuple[bool, str]] = set()
         self._memo: dict[tuple[Dimensions, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
 
-    def site(self, dims: Dimensions, site: Site) -> SiteSpec | None:
+    def site(
+        self, dims: Dimensions, storage: bool, batch_first: bool, passing: bool
+    ) -> SiteSpec | None:
         """None for a value that passes from one sharding to the same."""
-        found, _ = self._known(dims, site.storage, site.batch_first)
-        if site.passing and found == self._known(dims, site.storage, not site.batch_first)[0]:
+        found, _ = self._known(dims, storage, batch_first)
+        if passing and found == self._known(dims, storage, not batch_first)[0]:
             return None
         return found
 
@@ -163,7 +180,7 @@ class _Resolver:
 def resolve(
     program: Program,
     axes: Axes,
-    sites: list[Site],
+    sites: SiteGroups,
     layout: Layout,
     fixed_leaves: Mapping[int, Spec] | None = None,
 ) -> Specs:
@@ -175,6 +192,7 @@ def resolve(
     its part.
 
     Args:
+      sites: as `grouped` says them.
       fixed_leaves: the user's own spec for some state leaves, by index.
     """
     fixed = fixed_leaves or {}
@@ -193,9 +211,11 @@ def resolve(
             spec = _whole_batch(resolver, axes, dims)
         inputs.append(spec)
     outputs = [*inputs[:count], *(tuple(() for _ in leaf.shape) for leaf in program.metrics)]
-    by_site = {s.index: s for s in sites}
-    at_sites = {i: resolver.site(dims, by_site[i]) for i, dims in axes.sites.items()}
-    placed = {i: spec for i, spec in at_sites.items() if spec and not all(spec.open)}
+    placed: dict[int, SiteSpec] = {}
+    for key, indices in sites.items():
+        at_site = resolver.site(*key)
+        if at_site and not all(at_site.open):
+            placed.update(dict.fromkeys(indices, at_site))
     idle = [
         f"{'storage' if storage else 'compute'} rule {axis} -> {', '.join(to)} shards nothing"
         for storage, table in ((False, layout.compute), (True, layout.storage))

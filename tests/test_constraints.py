@@ -1,10 +1,12 @@
 """Constraints that say nothing new are left out, and the partition stays what it was."""
 
 import dataclasses
+import types
 from collections import Counter
 
 import pytest
 
+from autoshard import constraints
 from autoshard.constraints import told
 from autoshard.layout import Wording
 from autoshard.partitioned import partitioned
@@ -58,6 +60,46 @@ def test_least_constraints_partition_alike_and_none_can_be_spared(name):
     for spared in kept.sites:
         others = {i: s for i, s in kept.sites.items() if i != spared}
         assert footprint(of, dataclasses.replace(kept, sites=others)) != whole
+
+
+def test_sparing_single_constraints_ends_early_in_long_programs(monkeypatch):
+    of = subject("scanned_gpt")
+    specs = worded(of, baseline(of.space, "FSDP"), Wording.LEAST)
+    least = told(of.analysis, specs)
+    asked = []
+
+    def counted(analysis, specs, attributes):
+        asked.append(specs)
+        return partitioned(analysis, specs, attributes)
+
+    monkeypatch.setattr(constraints, "partitioned", counted)
+    monkeypatch.setattr(constraints, "_JUDGED_SITES", 0)
+    enough = told(of.analysis, specs)
+    rounds = len(asked)
+    assert len(enough.sites) > len(least.sites)
+    monkeypatch.setattr(constraints, "_JUDGED_SITES", 3 * len(specs.sites))
+    asked.clear()
+    fewer = told(of.analysis, specs)
+    assert len(asked) == rounds + 3
+    assert fewer.sites.items() <= enough.sites.items()
+    assert footprint(of, fewer) == footprint(of, specs)
+
+
+class ManyNeeded(constraints._Asked):
+    """A partitioner of 3000 sites that needs every other one, and says where each is missing."""
+
+    def __init__(self):
+        sites = dict.fromkeys(range(3000))
+        self._specs = types.SimpleNamespace(sites=sites)
+        self._analysis = types.SimpleNamespace(site_of_tag={i: i for i in sites})
+
+    def _differences(self, kept):
+        return [i for i in range(0, 3000, 2) if i not in kept] or None
+
+
+def test_long_programs_get_as_many_constraints_as_they_need():
+    """Unrolled layers: 1500 have to stay, where ten rounds that double would add 1023."""
+    assert ManyNeeded().enough(()) == set(range(0, 3000, 2))
 
 
 def test_all_constraints_stay_where_a_layout_says_so():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoshard.layout import Layout, rules
 from autoshard.small import small_elements
-from autoshard.specs import Specs, resolve
+from autoshard.specs import Specs, grouped, resolve
 from autoshard.strategy import baselines
 from autoshard.workload import Workload
 from tests.analysed import analyse, baseline, judge, run, run_plain, subject, worst_error
@@ -22,7 +22,9 @@ WORKLOADS = ("scanned_gpt", "equal_width_mlp", "gradient_accumulation", "rnn")
 
 def apply(name: str, layout: Layout) -> Specs:
     analysis = subject(name).analysis
-    return resolve(analysis.program, analysis.axes, analysis.sites.sites, layout)
+    return resolve(
+        analysis.program, analysis.axes, grouped(analysis.axes, analysis.sites.sites), layout
+    )
 
 
 def index(name: str, path: str) -> int:

@@ -20,6 +20,9 @@ from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
 from autoshard.target import Target
 from autoshard.trial import Failure, Stage
 
+_NICE = 5
+"""Compilers stand back: the search keeps its core, and the user's machine stays at hand."""
+
 _REMAT = "Involuntary full rematerialization"
 _SHARDINGS = re.compile(r"sharding (\{.*?\}) to (\{.*?\}) (?:efficiently|without)")
 _OP = re.compile(
@@ -78,6 +81,7 @@ def request_for(module: Module, target: Target, folder: str, time_limit_s: float
             device_count=target.device_count if target.is_here else 1,
             folder=folder,
             deviceless=not target.is_here,
+            nice=_NICE,
         ),
         hardware=target.hardware,
         order=() if target.is_here else target.order(module.mesh),

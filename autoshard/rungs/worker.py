@@ -47,6 +47,7 @@ class WorkerSettings:
       device_count: how many CPU devices it makes; ignored elsewhere.
       folder: where its output goes, one file per process; made when missing.
       start_limit_s: how long starting (importing JAX) may take, seconds.
+      nice: how far it stands back behind other processes for a core; see os.nice.
     """
 
     platform: str
@@ -54,6 +55,7 @@ class WorkerSettings:
     folder: str
     start_limit_s: float = 300.0
     deviceless: bool = False
+    nice: int = 0
 
 
 class WorkerProcess:
@@ -174,6 +176,7 @@ class _Child:
         command = [sys.executable, "-P", "-m", "autoshard.rungs.worker_main"]
         command += [str(request_read), str(answer_write), str(os.getpid())]
         command += [settings.platform, str(settings.device_count), str(self.log)]
+        command += [str(settings.nice)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,

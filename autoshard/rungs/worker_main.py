@@ -1,8 +1,8 @@
 """What a worker process runs: read a request, call it, answer, until the pipe closes.
 
 Started by `autoshard.rungs.worker` only, with: request fd, answer fd, parent pid, platform,
-CPU device count, and the file that its output goes to. Nothing may import this module: it runs as
-`__main__`, and would be there twice.
+CPU device count, the file that its output goes to, and its niceness. Nothing may import this
+module: it runs as `__main__`, and would be there twice.
 """
 
 import os
@@ -19,7 +19,8 @@ from autoshard.rungs.worker import LENGTH
 
 def main(argv: list[str]) -> None:
     """Serves requests until the parent closes the pipe or is gone."""
-    request_fd, answer_fd, parent, platform, device_count, path = argv
+    request_fd, answer_fd, parent, platform, device_count, path, nice = argv
+    os.nice(int(nice))
     for fd in (int(request_fd), int(answer_fd)):
         os.set_inheritable(fd, False)
     threading.Thread(target=_die_with, args=(int(parent),), daemon=True).start()

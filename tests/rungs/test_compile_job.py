@@ -18,8 +18,10 @@ from autoshard.rungs.compile_job import (
     compile_in_process,
     compile_module_job,
     rematerializations,
+    request_for,
 )
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings
+from autoshard.target import find_target
 from autoshard.trial import Failure, Kind, Stage
 from tests import lowered
 
@@ -55,6 +57,11 @@ def resharding_module():
 
     state = np.zeros((16, 16, 16), np.float32)
     return lowered.lower(step, (state,), (NamedSharding(live, P("a", "b", "c")),), CUBE, 1)
+
+
+def test_compilers_leave_the_search_its_core(tmp_path):
+    request = request_for(lowered.train_module(), find_target(jax.devices()), str(tmp_path), 60.0)
+    assert request.settings.nice > 0
 
 
 def test_the_workers_program_is_the_parents(worker):
