@@ -226,7 +226,7 @@ class SiteMap:
             ):
                 opens = True
             elif name in _QUIET:
-                opens = False
+                opens = _narrows(eqn) and flow.state_only(eqn.invars[0])
             else:
                 opens = any(v not in settled for v in eqn.invars if _worth(v))
                 settled.update(eqn.outvars)
@@ -349,6 +349,18 @@ def _worth(var: jaxprs.Atom) -> bool:
         return False
     shape = getattr(var.aval, "shape", ())
     return bool(shape) and math.prod(shape) > 1 and not str(var.aval.dtype).startswith("key<")
+
+
+def _narrows(eqn: jaxprs.JaxprEqn) -> bool:
+    """A cast to fewer bytes, as of parameters to the type that is computed in.
+
+    Of a parameter it is done where the parameter is stored: a constraint on what uses it alone
+    would shard the cast itself as its use, and the wide array would be gathered.
+    """
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    wide, narrow = (getattr(v.aval, "dtype", None) for v in (eqn.invars[0], eqn.outvars[0]))
+    return wide is not None and narrow is not None and bool(narrow.itemsize < wide.itemsize)
 
 
 def _enlarges(eqn: jaxprs.JaxprEqn) -> bool:
