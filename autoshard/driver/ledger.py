@@ -90,6 +90,7 @@ class Ledger:
     ended: str = "finished"
     elapsed_s: dict[str, float] = dataclasses.field(default_factory=dict)
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
+    _timing: str = ""  # the rung whose time runs
 
     @property
     def constants(self) -> Constants:
@@ -109,12 +110,16 @@ class Ledger:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the time inside to what rung `name` cost."""
-        start = time.perf_counter()
+        """Adds the time inside to what rung `name` cost, and to no rung around it."""
+        start, within = time.perf_counter(), self._timing
+        self._timing = name
         try:
             yield
         finally:
-            self.elapsed_s[name] = self.elapsed_s.get(name, 0.0) + time.perf_counter() - start
+            seconds, self._timing = time.perf_counter() - start, within
+            self.elapsed_s[name] = self.elapsed_s.get(name, 0.0) + seconds
+            if within:
+                self.elapsed_s[within] = self.elapsed_s.get(within, 0.0) - seconds
 
     def tell(self, stage: Stage, done: int, total: int, text: str) -> None:
         """Tells the callbacks where the search is."""

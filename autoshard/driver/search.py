@@ -136,7 +136,8 @@ def _climb(
     def begin_baselines() -> None:
         # Rung 1 needs one core: the workers have the others until it is done.
         first.extend(baseline_rows(ledger)[: budget.compiles - spared])
-        compiling.begin(first, share)
+        with ledger.timed("compile"):
+            compiling.begin(first, share)
 
     with ledger.timed("propagate"):
         propagate_all(ledger, strategy, RUNG1_SHARE, begin_baselines)
