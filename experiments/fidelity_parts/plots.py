@@ -28,7 +28,7 @@ def draw(results: Mapping[Key, Parts], summary: Mapping[str, Any], folder: pathl
 
 def _predicted(measured: Mapping[Key, dict[str, Any]], path: pathlib.Path) -> None:
     """Rung 2's prediction against the measured time of every program, a pane for each case."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     columns = min(_COLUMNS, len(measured))
     lines = math.ceil(len(measured) / columns)
@@ -46,16 +46,21 @@ def _predicted(measured: Mapping[Key, dict[str, Any]], path: pathlib.Path) -> No
         pane.axis("off")
     for pane, ((case, count), sample) in zip(panes.flat, measured.items(), strict=False):
         seen = observations(sample, "rung2")
-        real = [one.measured_s for one in seen]
-        said = [one.predicted_s(factors[count][one.family]) for one in seen]
+        real = [1e3 * one.measured_s for one in seen]
+        said = [1e3 * one.predicted_s(factors[count][one.family]) for one in seen]
         pane.loglog(real, said, ".", markersize=4)
-        ends = [min(ranks.times(tables_of(sample)).values(), default=1.0), max(real, default=1.0)]
+        fastest_s = min(ranks.times(tables_of(sample)).values(), default=1e-3)
+        ends = [1e3 * fastest_s, max(real, default=1.0)]
         pane.loglog(ends, ends, ":", color="grey")
         plan = [i for i, one in enumerate(seen) if one.name == sample["plan"]]
         pane.loglog([real[i] for i in plan], [said[i] for i in plan], "r*", markersize=7)
         pane.set_title(f"{case}, {count} devices", fontsize=8)
         pane.tick_params(labelsize=6, which="both")
-    figure.supxlabel("measured, seconds a step", fontsize=8)
+        for axis in (pane.xaxis, pane.yaxis):
+            axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+            axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axis.set_minor_formatter(ticker.NullFormatter())
+    figure.supxlabel("measured, milliseconds a step; the plan is red", fontsize=8)
     figure.supylabel("rung 2, calibrated on others", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
