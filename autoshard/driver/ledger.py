@@ -113,13 +113,14 @@ class Ledger:
         """Adds the time inside to what rung `name` cost, and to no rung around it."""
         start, within = time.perf_counter(), self._timing
         self._timing = name
+        self.elapsed_s.setdefault(name, 0.0)  # in the order in which the rungs begin
         try:
             yield
         finally:
             seconds, self._timing = time.perf_counter() - start, within
-            self.elapsed_s[name] = self.elapsed_s.get(name, 0.0) + seconds
+            self.elapsed_s[name] += seconds
             if within:
-                self.elapsed_s[within] = self.elapsed_s.get(within, 0.0) - seconds
+                self.elapsed_s[within] -= seconds
 
     def tell(self, stage: Stage, done: int, total: int, text: str) -> None:
         """Tells the callbacks where the search is."""
