@@ -1,14 +1,9 @@
 """What a search keeps: which rung its seconds went to."""
 
-import pathlib
 import time
 import types
 
 import pytest
-
-from autoshard.budget import Budget
-from autoshard.driver.ledger import Ledger
-from autoshard.journal import Journal
 
 
 @pytest.fixture
@@ -19,18 +14,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_time_belongs_to_one_rung_alone(clock):
-    ledger = Ledger(
-        subjects=[],
-        target=None,
-        cost=None,
-        budget=Budget(),
-        journal=Journal(),
-        callbacks=(),
-        seed=0,
-        limit_bytes=0,
-        folder=pathlib.Path(),
-    )
+def test_time_belongs_to_one_rung_alone(ledger, clock):
     with ledger.timed("propagate"):
         clock.now_s += 10
         with ledger.timed("compile"):

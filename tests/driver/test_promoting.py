@@ -1,17 +1,11 @@
 """Which rows go on: baselines that may fit, then the best; what is too large is not compiled."""
 
-import pathlib
-
-import jax
 import pytest
 
-from autoshard.budget import Budget
 from autoshard.cost import Correction
 from autoshard.driver import promoting
-from autoshard.driver.ledger import Ledger, Row
-from autoshard.journal import Journal
+from autoshard.driver.ledger import Row
 from autoshard.layout import Candidate, Layout, rules
-from autoshard.target import find_target
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Rung, Stage
 
 
@@ -39,22 +33,6 @@ def row(number, baseline="", **changes):
         "propagated": estimate(),
     }
     return Row(**{**fields, **changes})
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    made = Ledger(
-        subjects=[],
-        target=find_target(jax.devices()),
-        cost=None,
-        budget=Budget(),
-        journal=Journal(),
-        callbacks=(),
-        seed=0,
-        limit_bytes=1000,
-        folder=pathlib.Path(tmp_path),
-    )
-    return made
 
 
 def test_of_each_baseline_the_fastest_that_may_fit_goes_on(ledger):
