@@ -354,8 +354,8 @@ def _worth(var: jaxprs.Atom) -> bool:
 def _narrows(eqn: jaxprs.JaxprEqn) -> bool:
     """A cast to fewer bytes, as of parameters to the type that is computed in.
 
-    Of a parameter it is done where the parameter is stored: a constraint on what uses it alone
-    would shard the cast itself as its use, and the wide array would be gathered.
+    Of a parameter it is done where the parameter is stored: with a constraint on what uses it
+    alone, XLA gathers the wide array and then casts (docs/decisions/0012).
     """
     if eqn.primitive.name != "convert_element_type":
         return False

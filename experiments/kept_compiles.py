@@ -15,7 +15,7 @@ import jax
 from autoshard.rungs.compile_job import CompileRequest, CompileResult, compile_in_process
 from autoshard.trial import Failure, Kind
 
-WORKERS = 2
+_WORKERS = 2
 
 
 class KeptCompiles(concurrent.futures.Executor):
@@ -30,7 +30,7 @@ class KeptCompiles(concurrent.futures.Executor):
           folder: of this machine's own runs, since what lies there is unpickled.
         """
         self._folder = folder
-        self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "compile")
+        self._pool = concurrent.futures.ThreadPoolExecutor(_WORKERS, "compile")
 
     def submit(  # type: ignore[override]  # of the functions there are it takes one
         self, fn: Callable[..., Any], request: CompileRequest, /
