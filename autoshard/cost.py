@@ -24,7 +24,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 13
+MODEL_REVISION = 14
 """Part of every journal key.
 
 Raise it when a change here, to sites, or to which constraints `constraints.told` keeps changes

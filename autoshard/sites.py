@@ -99,6 +99,7 @@ class Site:
       passing: an activation on its way into a product; it takes a constraint only where the layout
         gives its two ends different shardings.
       owned: dimensions in which each element meets a parameter of its own in that product.
+      found: of a table on its way into a lookup, the site of what is found there; -1 of others.
       shape: of the value; inside a scan body, of one iteration.
       operation: the primitive that makes it, or uses it.
       source: `file:line` of the user's code, "" if unknown.
@@ -110,6 +111,7 @@ class Site:
     batch_first: bool = True
     passing: bool = False
     owned: tuple[int, ...] = ()
+    found: int = -1
     shape: tuple[int, ...]
     operation: str
     source: str
@@ -239,6 +241,9 @@ class SiteMap:
                         Place.RESULT, var, flow.storage(var), eqn, batch_first=not there
                     )
                     settled.add(var)
+            if name == "gather" and (e, 0) in uses and (e, 0) in results:
+                table = uses[e, 0]
+                self.sites[table] = dataclasses.replace(self.sites[table], found=results[e, 0])
 
     def _goes_to_parameters(self, eqn: jaxprs.JaxprEqn) -> bool:
         """Whether a product has a batch dimension in common with a parameter or its gradient.

@@ -45,17 +45,19 @@ class Specs:
         return (self.mesh, self.inputs, self.outputs, sites, self.wording)
 
 
-SiteGroups = dict[tuple[Dimensions, bool, bool, bool], tuple[int, ...]]
-"""Sites by all that a layout's rules ask of them: dimensions, storage, batch first, passing."""
+_Asked = tuple[Dimensions, bool, bool, bool, Dimensions]
+SiteGroups = dict[_Asked, tuple[int, ...]]
+"""Sites by all that a layout's rules ask of them: dimensions, storage, batch first, passing; and of
+tables on their way into a lookup the dimensions of what is found, () of others."""
 
 
 def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
     """The sites that take constraints, those together that every layout treats alike."""
     by_index = {site.index: site for site in sites}
-    found: dict[tuple[Dimensions, bool, bool, bool], list[int]] = {}
+    found: dict[_Asked, list[int]] = {}
     for i, dims in axes.sites.items():
         site = by_index[i]
-        key = (dims, site.storage, site.batch_first, site.passing)
+        key = (dims, site.storage, site.batch_first, site.passing, axes.sites.get(site.found, ()))
         found.setdefault(key, []).append(i)
     return {key: tuple(indices) for key, indices in found.items()}
 
@@ -76,13 +78,30 @@ class _Resolver:
         self._memo: dict[tuple[Dimensions, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
 
     def site(
-        self, dims: Dimensions, storage: bool, batch_first: bool, passing: bool
+        self,
+        dims: Dimensions,
+        storage: bool,
+        batch_first: bool,
+        passing: bool,
+        looked_up: Dimensions,
     ) -> SiteSpec | None:
-        """None for a value that passes from one sharding to the same."""
+        """None for a value that passes from one sharding to the same.
+
+        None too for a table of which a device looks up less than it would have to hold: there the
+        compiler may send what is found, not the table.
+        """
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:
             return None
+        if looked_up and self._here(looked_up) < self._here(dims):
+            return None
         return found
+
+    def _here(self, dims: Dimensions) -> float:
+        """How many elements a device has of a value that takes compute rules."""
+        found, _ = self._known(dims, False, True)
+        whole = math.prod(size for dim in dims for _, size in dim)
+        return whole / math.prod(self.sizes[m] for axes in found.spec for m in axes)
 
     def leaf(self, dims: Dimensions, storage: bool, path: str) -> SiteSpec:
         spec, dropped = self._known(dims, storage, False)

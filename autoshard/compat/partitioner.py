@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
 
+from autoshard.compat.lookups import LOOKUPS, keep_tables
 from autoshard.compat.shardings import (
     Attributes,
     Dims,
@@ -29,15 +30,25 @@ from autoshard.compat.stablehlo import (
     walk,
 )
 
-_PROPAGATE = (
-    "builtin.module(sdy-propagation-pipeline,sdy-close-shardings,"
+_PROPAGATE = "builtin.module(sdy-propagation-pipeline,sdy-close-shardings)"
+_RESHARD = (
+    "builtin.module("
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
 )
 
 
-def propagate(operation: Operation) -> None:
-    """Runs the partitioner in place, up to explicit collectives."""
-    run_passes(operation, _PROPAGATE)
+def propagate(
+    module: Operation, sizes: dict[str, int], attributes: Attributes, looks_up: bool
+) -> None:
+    """Runs the partitioner in place, up to explicit collectives.
+
+    Args:
+      looks_up: whether the module has any of `LOOKUPS`.
+    """
+    run_passes(module, _PROPAGATE)
+    if looks_up:
+        keep_tables(main_function(module), sizes, attributes)
+    run_passes(module, _RESHARD)
 
 
 class Communication(NamedTuple):
@@ -114,6 +125,22 @@ def _before_cast(value: Value) -> Value:
     return narrow if bits[0] < bits[1] else value
 
 
+_CONSTANTS = frozenset({"sdy.constant", "stablehlo.constant"})
+
+
+def _filled(value: Value) -> bool:
+    """Whether it is one constant number throughout."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        return False
+    if owner.name == "stablehlo.broadcast_in_dim":
+        return _filled(owner.operands[0])
+    if owner.name not in _CONSTANTS:
+        return False
+    held = owner.attributes["value"]
+    return isinstance(held, ir.DenseElementsAttr) and held.is_splat
+
+
 _AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')
 _DIMENSION = re.compile(r"\{([^{}]*)\}")
 _CONTRACTING = frozenset({"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.reduce"})
@@ -136,12 +163,14 @@ def judge(
         main = main_function(copy)
         main.attributes["arg_attrs"] = attributes(_attribute_list(inputs))
         main.attributes["res_attrs"] = attributes(_attribute_list(outputs))
+        looks_up = False
         for op in walk(main.regions[0].blocks[0]):
+            looks_up = looks_up or op.name in LOOKUPS
             if op.name == "sdy.sharding_constraint":
                 dims = sites.get(site_of_tag.get(op.attributes[TAG].value, -1))
                 if dims is not None:
                     op.attributes["sharding"] = attributes(sharding_text(dims))
-        propagate(copy)
+        propagate(copy, sizes, attributes, looks_up)
         return _read(main_function(copy), sizes)
 
 
@@ -259,6 +288,8 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                 else:
                     involved = distinct(out | before)
                 if name == "sdy.all_gather":
+                    if _filled(op.operands[0]):
+                        continue  # every device fills its own
                     # XLA's common-subexpression elimination: the same value is gathered once.
                     if (same := (op.operands[0], held["out_sharding"])) in gathered:
                         continue

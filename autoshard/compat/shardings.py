@@ -16,7 +16,7 @@ def sharding_text(dims: Dims) -> str:
     """The Shardy attribute for one tensor, as text."""
     parts = []
     for axes, is_open in dims:
-        names = ", ".join(f'"{a}"' for a in axes)
+        names = ", ".join(a if ":(" in a else f'"{a}"' for a in axes)
         parts.append("{" + names + (", ?" if names and is_open else "?" if is_open else "") + "}")
     return f"#sdy.sharding<@{MESH_NAME}, [{', '.join(parts)}]>"
 

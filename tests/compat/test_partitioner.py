@@ -130,7 +130,7 @@ def test_tags_survive_propagation() -> None:
     assert sorted(before) == list(range(len(before)))
     copy = module.clone()
     with module.context:
-        partitioner.propagate(copy)
+        partitioner.propagate(copy, {}, shardings.Attributes(module.context), looks_up=True)
     after = tags(copy)
     lost = {before[t] for t in before.keys() - after.keys()}
     # Constraints have done their work; constant expressions are copied to each use.

@@ -1,0 +1,81 @@
+"""Lookups as the partitioner of XLA divides them: rung 1 sends what the compiled program sends."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import hlo
+from autoshard.compat.executable import compile_module
+from autoshard.cost import CostModel
+from autoshard.layout import Layout, MeshShape
+from autoshard.lowering import lower_step
+from autoshard.trial import Collective, Estimate
+from autoshard.workload import Workload
+from tests.analysed import CONSTANTS, analyse, propagator, target
+from tests.programs import normal, shaped, train
+
+ROWS, WIDTH, LENGTH = 512, 64, 4
+CPU = CostModel(dataclasses.replace(CONSTANTS, forms_reduce_scatter=False))
+
+
+def embedding(batch: int) -> Workload:
+    def loss(params, batch):
+        found = params["table"][batch["ids"]]
+        return jnp.mean((jnp.tanh(found) - batch["y"][..., None]) ** 2)
+
+    return train(
+        loss,
+        lambda: {"table": normal(0, ROWS, WIDTH)},
+        {"ids": shaped(batch, LENGTH, dtype=jnp.int32), "y": shaped(batch, LENGTH)},
+    )
+
+
+def sent(collectives: tuple[Collective, ...]) -> dict[str, int]:
+    """Bytes by kind."""
+    found: collections.Counter[str] = collections.Counter()
+    for one in collectives:
+        found[one.kind] += one.bytes * one.count
+    return dict(found)
+
+
+ONE, TWO = (("x", 8),), (("x", 4), ("y", 2))
+X, Y, BOTH = ("x",), ("y",), ("x", "y")
+ROW, COLUMN = f"table[0]:{ROWS}", f"table[1]:{WIDTH}"
+
+
+@pytest.mark.parametrize("batch", [64, 256, 4096])  # half, twice, 32 times the table is found
+@pytest.mark.parametrize(
+    ("mesh", "compute", "storage"),
+    [
+        (ONE, {"batch": X}, {COLUMN: X}),
+        (ONE, {"batch": X, COLUMN: X}, {COLUMN: X}),
+        (ONE, {"batch": X}, {ROW: X}),
+        (ONE, {"batch": X, ROW: X}, {ROW: X}),
+        (TWO, {"batch": BOTH}, {COLUMN: BOTH}),
+        (TWO, {"batch": BOTH, COLUMN: Y}, {COLUMN: BOTH}),
+    ],
+)
+def test_what_is_sent_for_lookups_as_compiled(
+    mesh: MeshShape, compute: dict, storage: dict, batch: int
+) -> None:
+    of = analyse(embedding(batch))
+    layout = Layout(mesh=mesh, compute=tuple(compute.items()), storage=tuple(storage.items()))
+    specs = of.space.specs(layout)
+    predicted = propagator(of.analysis).judge(of.space, layout, CPU)
+    assert isinstance(predicted, Estimate), predicted
+    assert predicted.collectives
+    compiled = compile_module(lower_step(of.analysis, specs, target()), jax.devices()[:8])
+    counts = hlo.count(hlo.parse(compiled.hlo_text), specs.mesh)
+    assert sent(predicted.collectives) == sent(counts.collectives)
+
+
+@pytest.mark.parametrize(("batch", "gathered"), [(64, False), (1016, False), (1024, True)])
+def test_tables_are_gathered_where_a_device_finds_as_much(batch: int, gathered: bool) -> None:
+    """Of 512 rows each of eight devices looks up batch / 2."""
+    of = analyse(embedding(batch))
+    (table,) = (s.index for s in of.analysis.sites.sites if s.found >= 0)
+    layout = Layout(mesh=ONE, compute=(("batch", X),), storage=((COLUMN, X),))
+    assert (table in of.space.specs(layout).sites) == gathered
