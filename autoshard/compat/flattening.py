@@ -50,7 +50,7 @@ def _keep_one_mesh(module: Operation) -> None:
         ir.InsertionPoint.at_block_begin(block).insert(mesh)
     elif MESH_NAME not in full or len({meshes[n] for n in full}) > 1:
         raise ValueError(f"the step names several meshes: {', '.join(meshes[n] for n in full)}")
-    for op in list(walk(main_function(module).regions[0].blocks[0])):
+    for op in walk(main_function(module).regions[0].blocks[0]):
         if op.name != "sdy.sharding_constraint":
             continue
         text = str(op.attributes["sharding"])

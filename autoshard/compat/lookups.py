@@ -46,7 +46,7 @@ def keep_tables(main: Operation, sizes: dict[str, int], attributes: Attributes) 
     Args:
       main: with the shardings that propagation found, before reshards become explicit.
     """
-    for op in list(walk(main.regions[0].blocks[0])):
+    for op in walk(main.regions[0].blocks[0]):
         if op.name not in LOOKUPS:
             continue
         lookup = _gather(op) if op.name == "stablehlo.gather" else _scatter(op)

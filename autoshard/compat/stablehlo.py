@@ -3,7 +3,7 @@
 import functools
 import io
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -81,7 +81,7 @@ def text_without(module: Operation, tags: Container[int]) -> str:
     """The same of a tagged module, without the constraints of these tags and without tags."""
     with module.context:
         copy = module.clone()
-        for op in list(walk(main_function(copy).regions[0].blocks[0])):
+        for op in walk(main_function(copy).regions[0].blocks[0]):
             if op.attributes[TAG].value in tags:
                 op.results[0].replace_all_uses_with(op.operands[0])
                 op.erase()
@@ -144,12 +144,24 @@ def shape_and_bits(type_text: str) -> tuple[tuple[int, ...], int]:
     return dims, int(bits.group(1)) if bits else 0
 
 
-def walk(block: Block) -> Iterator[Operation]:
-    """Every operation of a block and of the regions inside, in order, outer before inner."""
-    for op in block.operations:
-        operation = op.operation
-        yield operation
-        if operation.name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"):
-            for region in operation.regions:
-                for inner in region.blocks:
-                    yield from walk(inner)
+def walk(block: Block) -> list[Operation]:
+    """Every operation of a block and of the regions inside, in order, outer before inner.
+
+    As they are now: what is put in or taken out later changes nothing in the list.
+    """
+    found: list[Operation] = []
+
+    def visit(block: Block) -> None:
+        for op in block.operations:
+            operation = op.operation
+            found.append(operation)
+            if operation.name in _REGIONS:
+                for region in operation.regions:
+                    for inner in region.blocks:
+                        visit(inner)
+
+    visit(block)
+    return found
+
+
+_REGIONS = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if"})
