@@ -9,6 +9,11 @@ less (`xla/service/spmd/gather_scatter_handler.cc`, where they are called index 
 operand passthrough; seen with jaxlib 0.10.2 and 0.12.0.1 for CPU, 0.10.2 for H100). Shardy chooses
 by other rules, and gathers the tables of large batches. Reshards of what is looked up tell it XLA's
 way.
+
+A table may be divided by its rows, over mesh axes that divide the lookups too, while other mesh
+axes divide neither. XLA then lets those divide the lookups, or the table, whichever is smaller on a
+device, and sends it there and back (`GroupShardingOnReplicatedDim`, same file; seen likewise).
+Shardy gathers.
 """
 
 import math
@@ -41,7 +46,7 @@ class _Lookup(NamedTuple):
 
 
 def keep_tables(main: Operation, sizes: dict[str, int], attributes: Attributes) -> None:
-    """Reshards what is looked up, wherever XLA would rather do that than gather the table.
+    """Reshards what is looked up, or the table, wherever XLA would rather do that than gather it.
 
     Args:
       main: with the shardings that propagation found, before reshards become explicit.
@@ -54,25 +59,29 @@ def keep_tables(main: Operation, sizes: dict[str, int], attributes: Attributes) 
             continue
         table, found = _axes_of(lookup.table), _axes_of(lookup.found)
         kept, across = _kept(lookup, table), _across(lookup, found)
-        if not _names(kept) & _names(across):
-            continue
-        direct = _names(across) <= _names(kept)
-        if not _sends_what_is_found(lookup, table, found, direct, sizes):
-            continue
-        dims = [_without(axes, kept) for axes in found]
-        for t, f in lookup.whole:
-            dims[f] = table[t]
-        by_table = tuple(dims)
-        if op.name == "stablehlo.gather":
-            per_value = f"<[{_text(by_table).removeprefix('#sdy.sharding')}]>"
-            op.attributes["sdy.sharding"] = attributes(f"#sdy.sharding_per_value{per_value}")
-            at = ir.InsertionPoint.after(op)
-            sent = _resharded(lookup.found, [found], attributes, at)
-            lookup.found.replace_all_uses_except(sent[-1], sent[0].owner.operation)
-        else:
-            between: list[_Axes] = [] if direct else [((),) * len(found)]
-            at = ir.InsertionPoint(op)
-            op.operands[2] = _resharded(lookup.found, [*between, by_table], attributes, at)[-1]
+        rows = {axis for axes in table for axis in axes} - kept
+        makes_found = op.name == "stablehlo.gather"
+        if shared := _names(kept) & _names(across):
+            direct = _names(across) <= _names(kept)
+            if not _sends_what_is_found(lookup, table, found, direct, sizes):
+                continue
+            spare = _spare(shared, table, found, sizes)
+            whole = {f: table[t] for t, f in lookup.whole}
+            to = tuple(whole.get(f, _instead(x, _names(kept), spare)) for f, x in enumerate(found))
+            if makes_found:
+                _made(op, to, found, attributes)
+            else:
+                _given(op, 2, [to] if direct else [((),) * len(found), to], attributes)
+        elif (shared := _names(rows) & _names(across)) and (
+            spare := _spare(shared, table, found, sizes)
+        ):
+            moves_found = _here(lookup.found, found, sizes) <= _here(lookup.table, table, sizes)
+            now = found if moves_found else table
+            to = tuple(_instead(axes, shared, spare) for axes in now)
+            if moves_found == makes_found:
+                _made(op, to, now, attributes)
+            else:
+                _given(op, 2 if moves_found else 0, [to], attributes)
 
 
 def _gather(op: Operation) -> _Lookup | None:
@@ -141,8 +150,32 @@ def _name(axis: str) -> str:
     return axis.split('":(')[0].strip('"')
 
 
-def _without(axes: tuple[str, ...], taken: set[str]) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if _name(axis) not in _names(taken))
+def _spare(shared: set[str], table: _Axes, found: _Axes, sizes: dict[str, int]) -> tuple[str, ...]:
+    """Mesh axes, or a part of one, that divide neither and are as many ways as the shared ones."""
+    used = _names({axis for axes in (*table, *found) for axis in axes})
+    wanted = math.prod(sizes[name] for name in shared)
+    taken: list[str] = []
+    for name, size in sizes.items():
+        if name in used or wanted == 1:
+            continue
+        if wanted % size == 0:
+            taken.append(name)
+            wanted //= size
+        elif size % wanted == 0:
+            taken.append(f'"{name}":(1){wanted}')
+            wanted = 1
+    return tuple(taken) if wanted == 1 else ()
+
+
+def _instead(axes: tuple[str, ...], shared: set[str], spare: tuple[str, ...]) -> tuple[str, ...]:
+    """Mesh axes of a dimension, with the spare ones in place of the shared."""
+    left = tuple(axis for axis in axes if _name(axis) not in shared)
+    return left if left == axes else (*left, *spare)
+
+
+def _here(value: Value, axes: _Axes, sizes: dict[str, int]) -> float:
+    """Bytes on one device."""
+    return _bytes(value) / math.prod(axis_size(a, sizes) for dim in axes for a in dim)
 
 
 def _bytes(value: Value) -> float:
@@ -177,6 +210,21 @@ def _sharding_text(value: Value) -> str:
 
 def _text(axes: _Axes) -> str:
     return sharding_text(tuple((dim, False) for dim in axes))
+
+
+def _given(op: Operation, index: int, steps: Sequence[_Axes], attributes: Attributes) -> None:
+    """Brings an operand from one sharding to the next before the operation."""
+    at = ir.InsertionPoint(op)
+    op.operands[index] = _resharded(op.operands[index], steps, attributes, at)[-1]
+
+
+def _made(op: Operation, axes: _Axes, used: _Axes, attributes: Attributes) -> None:
+    """Gives the one result a sharding of its own, and those that use it the one they had."""
+    per_value = f"<[{_text(axes).removeprefix('#sdy.sharding')}]>"
+    op.attributes["sdy.sharding"] = attributes(f"#sdy.sharding_per_value{per_value}")
+    result = op.results[0]
+    (back,) = _resharded(result, [used], attributes, ir.InsertionPoint.after(op))
+    result.replace_all_uses_except(back, back.owner.operation)
 
 
 def _resharded(

@@ -200,7 +200,7 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
     # Sums over devices that nothing has used yet, by value: where they stand in `communication`.
     sums: dict[Value, int] = {}
     merged: set[int] = set()
-    gathered: set[tuple[Value, Attribute]] = set()
+    resharded: set[tuple[str, Value, Attribute]] = set()
     empty: frozenset[str] = frozenset()
     block = main.regions[0].blocks[0]
     for argument, attribute in zip(block.arguments, main.attributes["arg_attrs"], strict=True):
@@ -287,13 +287,13 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                     involved = tuple(dict.fromkeys(_AXIS.findall(str(held["params"]))))
                 else:
                     involved = distinct(out | before)
-                if name == "sdy.all_gather":
+                if name != "sdy.all_reduce":
                     if _filled(op.operands[0]):
                         continue  # every device fills its own
-                    # XLA's common-subexpression elimination: the same value is gathered once.
-                    if (same := (op.operands[0], held["out_sharding"])) in gathered:
+                    # XLA's common-subexpression elimination: the same value is sent once.
+                    if (same := (name, op.operands[0], held["out_sharding"])) in resharded:
                         continue
-                    gathered.add(same)
+                    resharded.add(same)
                 sent = op.operands[0] if name == "sdy.all_reduce" else _before_cast(op.operands[0])
                 judged.communication.append(
                     Communication(

@@ -41,7 +41,7 @@ def sent(collectives: tuple[Collective, ...]) -> dict[str, int]:
     return dict(found)
 
 
-ONE, TWO = (("x", 8),), (("x", 4), ("y", 2))
+ONE, TWO, SPARE = (("x", 8),), (("x", 4), ("y", 2)), (("x", 2), ("y", 4))
 X, Y, BOTH = ("x",), ("y",), ("x", "y")
 ROW, COLUMN = f"table[0]:{ROWS}", f"table[1]:{WIDTH}"
 
@@ -56,6 +56,8 @@ ROW, COLUMN = f"table[0]:{ROWS}", f"table[1]:{WIDTH}"
         (ONE, {"batch": X, ROW: X}, {ROW: X}),
         (TWO, {"batch": BOTH}, {COLUMN: BOTH}),
         (TWO, {"batch": BOTH, COLUMN: Y}, {COLUMN: BOTH}),
+        (SPARE, {"batch": X}, {ROW: X}),
+        (SPARE, {"batch": X, ROW: X}, {ROW: X}),
     ],
 )
 def test_what_is_sent_for_lookups_as_compiled(
