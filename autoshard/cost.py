@@ -24,11 +24,12 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 14
+MODEL_REVISION = 15
 """Part of every journal key.
 
-Raise it when a change here, to sites, or to which constraints `constraints.told` keeps changes
-estimates.
+Raise it when estimates change by a change here, to `sites`, `specs` or `rungs.propagate`, to what
+`compat.partitioner` reads or `compat.lookups` tells it, or to which constraints `constraints.told`
+keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")

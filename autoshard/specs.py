@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from autoshard.axes import Axes, Dimensions
 from autoshard.layout import Layout, Spec, Wording
@@ -45,21 +46,35 @@ class Specs:
         return (self.mesh, self.inputs, self.outputs, sites, self.wording)
 
 
-_Asked = tuple[Dimensions, bool, bool, bool, Dimensions]
-SiteGroups = dict[_Asked, tuple[int, ...]]
-"""Sites by all that a layout's rules ask of them: dimensions, storage, batch first, passing; and of
-tables on their way into a lookup the dimensions of what is found, () of others."""
+class Asked(NamedTuple):
+    """All that a layout's rules ask of a site.
+
+    Attributes:
+      storage, batch_first, passing: as of the `Site`.
+      looked_up: for a table on its way into a lookup, the dimensions of what is found; else ().
+    """
+
+    dims: Dimensions
+    storage: bool
+    batch_first: bool
+    passing: bool
+    looked_up: Dimensions
+
+
+SiteGroups = dict[Asked, tuple[int, ...]]
+"""The sites that a layout's rules treat alike."""
 
 
 def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
     """The sites that take constraints, those together that every layout treats alike."""
     by_index = {site.index: site for site in sites}
-    found: dict[_Asked, list[int]] = {}
+    found: dict[Asked, list[int]] = {}
     for i, dims in axes.sites.items():
         site = by_index[i]
-        key = (dims, site.storage, site.batch_first, site.passing, axes.sites.get(site.found, ()))
-        found.setdefault(key, []).append(i)
-    return {key: tuple(indices) for key, indices in found.items()}
+        looked_up = axes.sites.get(site.found, ())
+        asked = Asked(dims, site.storage, site.batch_first, site.passing, looked_up)
+        found.setdefault(asked, []).append(i)
+    return {asked: tuple(indices) for asked, indices in found.items()}
 
 
 class _Resolver:
@@ -77,19 +92,13 @@ class _Resolver:
         self.used: set[tuple[bool, str]] = set()
         self._memo: dict[tuple[Dimensions, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
 
-    def site(
-        self,
-        dims: Dimensions,
-        storage: bool,
-        batch_first: bool,
-        passing: bool,
-        looked_up: Dimensions,
-    ) -> SiteSpec | None:
+    def site(self, asked: Asked) -> SiteSpec | None:
         """None for a value that passes from one sharding to the same.
 
         None too for a table of which a device looks up less than it would have to hold: there the
         compiler may send what is found, not the table.
         """
+        dims, storage, batch_first, passing, looked_up = asked
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:
             return None
@@ -231,8 +240,8 @@ def resolve(
         inputs.append(spec)
     outputs = [*inputs[:count], *(tuple(() for _ in leaf.shape) for leaf in program.metrics)]
     placed: dict[int, SiteSpec] = {}
-    for key, indices in sites.items():
-        at_site = resolver.site(*key)
+    for asked, indices in sites.items():
+        at_site = resolver.site(asked)
         if at_site and not all(at_site.open):
             placed.update(dict.fromkeys(indices, at_site))
     idle = [

@@ -1,7 +1,7 @@
 """Parts of mesh axes, in Shardy's notation: `"x":(p)n` is n places of x, p being major to them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,24 @@ def part_of(axis: str, mesh: MeshShape) -> tuple[str, int, int]:
     return name.strip('"'), int(before), int(size)
 
 
+def axis_name(axis: str) -> str:
+    """The mesh axis that this is, or is a part of.
+
+    >>> axis_name('"x":(1)4'), axis_name("x")
+    ('x', 'x')
+    """
+    return axis.partition(":(")[0].strip('"')
+
+
+def ways(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Into how many parts mesh axes, or parts of some, divide what lies over them.
+
+    >>> ways(['"x":(1)4', "y"], {"x": 8, "y": 2}), ways([], {})
+    (8, 1)
+    """
+    return math.prod(int(a.rpartition(")")[2]) if ":(" in a else sizes[a] for a in axes)
+
+
 def named_part(axis: str, whole: int, before: int, size: int) -> str:
     """What a part of an axis is called, of one that may itself be a part.
 
@@ -35,6 +53,36 @@ def named_part(axis: str, whole: int, before: int, size: int) -> str:
         return axis
     name, major, _ = part_of(axis, ((axis, whole),))
     return f'"{name}":({major * before}){size}'
+
+
+def distinct(axes: Iterable[str]) -> tuple[str, ...]:
+    """The same mesh axes with none named twice: where a whole axis is there its parts go, and parts
+    that overlap or follow each other become one. Sorted.
+
+    >>> distinct(['"x":(1)2', '"x":(2)2', "y"])
+    ('"x":(1)4', 'y')
+    >>> distinct(['"x":(1)2', "x"])
+    ('x',)
+    """
+    names = set(axes)
+    if not any(":(" in axis for axis in names):
+        return tuple(sorted(names))
+    whole = {axis for axis in names if ":(" not in axis}
+    parts: dict[str, list[tuple[int, int]]] = {}  # (major to it, major to what follows it)
+    for axis in names - whole:
+        name, _, part = axis.partition(":(")
+        before, _, size = part.partition(")")
+        if name.strip('"') not in whole:
+            parts.setdefault(name, []).append((int(before), int(before) * int(size)))
+    for name, spans in parts.items():
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted(spans):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((start, end))
+        whole |= {f"{name}:({start}){end // start}" for start, end in merged}
+    return tuple(sorted(whole))
 
 
 def places_of_axes(axes: Sequence[str], mesh: MeshShape) -> tuple[int, ...]:

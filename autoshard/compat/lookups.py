@@ -16,19 +16,29 @@ device, and sends it there and back (`GroupShardingOnReplicatedDim`, same file; 
 Shardy gathers.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as dialect
 
-from autoshard.compat.shardings import Attributes, axis_size, parse_sharding, sharding_text
-from autoshard.compat.stablehlo import Operation, Value, shape_and_bits, shape_of, walk
+from autoshard.compat.reshards import Division, bring_operand, division, make_result
+from autoshard.compat.shardings import Attributes
+from autoshard.compat.stablehlo import Operation, Value, bytes_of, shape_of, walk
+from autoshard.subaxes import axis_name, named_part, ways
 
 LOOKUPS = frozenset({"stablehlo.gather", "stablehlo.scatter"})
 
-_Axes = tuple[tuple[str, ...], ...]  # mesh axes of each dimension
+
+class _Array(NamedTuple):
+    """An array of a lookup and how propagation divided it.
+
+    Attributes:
+      operand: which of the operation's it is; -1 for its result.
+    """
+
+    value: Value
+    axes: Division
+    operand: int
 
 
 class _Lookup(NamedTuple):
@@ -40,8 +50,9 @@ class _Lookup(NamedTuple):
       whole: (dimension of the table, of what is found) that every lookup takes whole.
     """
 
-    table: Value
-    found: Value
+    operation: Operation
+    table: _Array
+    found: _Array
     whole: tuple[tuple[int, int], ...]
 
 
@@ -52,196 +63,154 @@ def keep_tables(main: Operation, sizes: dict[str, int], attributes: Attributes) 
       main: with the shardings that propagation found, before reshards become explicit.
     """
     for op in walk(main.regions[0].blocks[0]):
-        if op.name not in LOOKUPS:
-            continue
-        lookup = _gather(op) if op.name == "stablehlo.gather" else _scatter(op)
+        lookup = _lookup_of(op)
         if lookup is None:
             continue
-        table, found = _axes_of(lookup.table), _axes_of(lookup.found)
-        kept, across = _kept(lookup, table), _across(lookup, found)
-        rows = {axis for axes in table for axis in axes} - kept
-        makes_found = op.name == "stablehlo.gather"
-        if shared := _names(kept) & _names(across):
-            direct = _names(across) <= _names(kept)
-            if not _sends_what_is_found(lookup, table, found, direct, sizes):
-                continue
-            spare = _spare(shared, table, found, sizes)
-            whole = {f: table[t] for t, f in lookup.whole}
-            to = tuple(whole.get(f, _instead(x, _names(kept), spare)) for f, x in enumerate(found))
-            if makes_found:
-                _made(op, to, found, attributes)
-            else:
-                _given(op, 2, [to] if direct else [((),) * len(found), to], attributes)
-        elif (shared := _names(rows) & _names(across)) and (
-            spare := _spare(shared, table, found, sizes)
-        ):
-            moves_found = _here(lookup.found, found, sizes) <= _here(lookup.table, table, sizes)
-            now = found if moves_found else table
-            to = tuple(_instead(axes, shared, spare) for axes in now)
-            if moves_found == makes_found:
-                _made(op, to, now, attributes)
-            else:
-                _given(op, 2 if moves_found else 0, [to], attributes)
+        across = _names(_across(lookup))
+        kept = _names(_kept(lookup))
+        if kept & across:
+            _keep_columns(lookup, kept, across, sizes, attributes)
+        elif shared := (_names(_every(lookup.table.axes)) - kept) & across:
+            _keep_rows(lookup, shared, sizes, attributes)
 
 
-def _gather(op: Operation) -> _Lookup | None:
-    numbers = dialect.GatherDimensionNumbers(op.attributes["dimension_numbers"])
-    table, found = op.operands[0], op.results[0]
-    single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    return _lookup(table, found, single, numbers.offset_dims)
+def _keep_columns(
+    lookup: _Lookup,
+    kept: set[str],
+    across: set[str],
+    sizes: dict[str, int],
+    attributes: Attributes,
+) -> None:
+    """For a table divided along what lookups take whole: what was found is sent, if XLA would."""
+    direct = across <= kept
+    if not _sends_what_is_found(lookup, direct, sizes):
+        return
+    whole = {f: lookup.table.axes[t] for t, f in lookup.whole}
+    outer = tuple(() if f in whole else axes for f, axes in enumerate(lookup.found.axes))
+    outer = _replaced(outer, kept, _Spare(lookup, sizes)) or _without(outer, kept)
+    to = tuple(whole.get(f, axes) for f, axes in enumerate(outer))
+    undivided: Division = ((),) * len(to)
+    steps = [to] if direct else [undivided, to]
+    _move(lookup.operation, lookup.found, steps, attributes)
 
 
-def _scatter(op: Operation) -> _Lookup | None:
-    if len(op.operands) != 3:
-        return None  # several tables at once
-    numbers = dialect.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
-    single = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
-    return _lookup(op.results[0], op.operands[2], single, numbers.update_window_dims)
+def _keep_rows(
+    lookup: _Lookup, shared: set[str], sizes: dict[str, int], attributes: Attributes
+) -> None:
+    """For a table divided by its rows as the lookups are: the smaller goes to mesh axes to spare.
+
+    Nothing where they do not suffice.
+    """
+
+    def here(array: _Array) -> float:
+        return bytes_of(array.value) / ways(_every(array.axes), sizes)
+
+    moved = lookup.found if here(lookup.found) <= here(lookup.table) else lookup.table
+    if to := _replaced(moved.axes, shared, _Spare(lookup, sizes)):
+        _move(lookup.operation, moved, [to], attributes)
 
 
-def _lookup(table: Value, found: Value, single: set[int], windows: Sequence[int]) -> _Lookup | None:
-    sizes, parts = shape_of(table), shape_of(found)
-    long = (d for d in range(len(sizes)) if d not in single)
-    whole = tuple((t, f) for t, f in zip(long, windows, strict=True) if sizes[t] == parts[f])
-    return _Lookup(table, found, whole) if whole else None
+def _move(op: Operation, array: _Array, steps: Sequence[Division], attributes: Attributes) -> None:
+    """Has the operation read an array, or make it, as the last of the steps says."""
+    if array.operand < 0:
+        make_result(op, steps[-1], attributes)
+    else:
+        bring_operand(op, array.operand, steps, attributes)
 
 
-def _kept(lookup: _Lookup, table: _Axes) -> set[str]:
+def _lookup_of(op: Operation) -> _Lookup | None:
+    """None for other operations, those on several tables at once, and where nothing is whole."""
+    if op.name == "stablehlo.gather":
+        gather = dialect.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+        single = {*gather.collapsed_slice_dims, *gather.operand_batching_dims}
+        windows = gather.offset_dims
+        table, found = _array(op.operands[0], 0), _array(op.results[0], -1)
+    elif op.name == "stablehlo.scatter" and len(op.operands) == 3:
+        scatter = dialect.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
+        single = {*scatter.inserted_window_dims, *scatter.input_batching_dims}
+        windows = scatter.update_window_dims
+        table, found = _array(op.results[0], -1), _array(op.operands[2], 2)
+    else:
+        return None
+    rows, parts = shape_of(table.value), shape_of(found.value)
+    long = (d for d in range(len(rows)) if d not in single)
+    whole = tuple((t, f) for t, f in zip(long, windows, strict=True) if rows[t] == parts[f])
+    return _Lookup(op, table, found, whole) if whole else None
+
+
+def _array(value: Value, operand: int) -> _Array:
+    return _Array(value, division(value), operand)
+
+
+def _every(axes: Division) -> set[str]:
+    return {axis for dim in axes for axis in dim}
+
+
+def _names(axes: Iterable[str]) -> set[str]:
+    """The mesh axes that these are, or are parts of."""
+    return {axis_name(axis) for axis in axes}
+
+
+def _kept(lookup: _Lookup) -> set[str]:
     """Mesh axes that divide the table along what every lookup takes whole."""
-    return {axis for t, _ in lookup.whole for axis in table[t]}
+    return {axis for t, _ in lookup.whole for axis in lookup.table.axes[t]}
 
 
-def _across(lookup: _Lookup, found: _Axes) -> set[str]:
+def _across(lookup: _Lookup) -> set[str]:
     """Mesh axes that divide the lookups themselves."""
     windows = {f for _, f in lookup.whole}
-    return {axis for f, axes in enumerate(found) if f not in windows for axis in axes}
+    return {axis for f, axes in enumerate(lookup.found.axes) if f not in windows for axis in axes}
 
 
-def _sends_what_is_found(
-    lookup: _Lookup, table: _Axes, found: _Axes, direct: bool, sizes: dict[str, int]
-) -> bool:
+def _sends_what_is_found(lookup: _Lookup, direct: bool, sizes: dict[str, int]) -> bool:
     """Whether XLA gathers the indices, not the table.
 
     Args:
       direct: whether one all-to-all brings what is found from one place to the other; else XLA
         counts all of it.
     """
-
-    def ways(axes: set[str]) -> float:
-        return math.prod(axis_size(a, sizes) for a in axes)
-
-    kept, across = _kept(lookup, table), _across(lookup, found)
-    whole_table, whole_found = _bytes(lookup.table), _bytes(lookup.found)
-    part = whole_found / ways({axis for axes in found for axis in axes})
-    largest = max(whole_table, whole_found) / ways(kept)
+    kept, across = _kept(lookup), _across(lookup)
+    whole_table, whole_found = bytes_of(lookup.table.value), bytes_of(lookup.found.value)
+    part = whole_found / ways(_every(lookup.found.axes), sizes)
+    largest = max(whole_table, whole_found) / ways(kept, sizes)
     sent = part
     if not direct:
         largest, sent = max(largest, whole_found), whole_found
-    gathered = whole_table / ways({axis for axes in table for axis in axes} - across)
+    gathered = whole_table / ways(_every(lookup.table.axes) - across, sizes)
     return (largest, sent) <= (max(gathered, part), gathered)
 
 
-def _names(axes: set[str]) -> set[str]:
-    """The mesh axes that these are parts of."""
-    return {_name(axis) for axis in axes}
+class _Spare:
+    """Mesh axes that divide neither the table nor what is found; each place is given away once."""
+
+    def __init__(self, lookup: _Lookup, sizes: dict[str, int]):
+        used = _names(_every(lookup.table.axes) | _every(lookup.found.axes))
+        self.sizes = sizes
+        self._left = {name: size for name, size in sizes.items() if name not in used}
+
+    def take(self, count: int) -> tuple[str, ...] | None:
+        """Axes, or the major part left of some, that divide so many ways; None for too few."""
+        taken = []
+        for name, left in self._left.items():
+            part = left if count % left == 0 else count if left % count == 0 else 1
+            if part > 1:
+                taken.append(named_part(name, self.sizes[name], self.sizes[name] // left, part))
+                self._left[name] = left // part
+                count //= part
+        return tuple(taken) if count == 1 else None
 
 
-def _name(axis: str) -> str:
-    return axis.split('":(')[0].strip('"')
+def _without(axes: Division, names: set[str]) -> Division:
+    """Without some mesh axes and parts of them."""
+    return tuple(tuple(axis for axis in dim if axis_name(axis) not in names) for dim in axes)
 
 
-def _spare(shared: set[str], table: _Axes, found: _Axes, sizes: dict[str, int]) -> tuple[str, ...]:
-    """Mesh axes, or a part of one, that divide neither and are as many ways as the shared ones."""
-    used = _names({axis for axes in (*table, *found) for axis in axes})
-    wanted = math.prod(sizes[name] for name in shared)
-    taken: list[str] = []
-    for name, size in sizes.items():
-        if name in used or wanted == 1:
-            continue
-        if wanted % size == 0:
-            taken.append(name)
-            wanted //= size
-        elif size % wanted == 0:
-            taken.append(f'"{name}":(1){wanted}')
-            wanted = 1
-    return tuple(taken) if wanted == 1 else ()
-
-
-def _instead(axes: tuple[str, ...], shared: set[str], spare: tuple[str, ...]) -> tuple[str, ...]:
-    """Mesh axes of a dimension, with the spare ones in place of the shared."""
-    left = tuple(axis for axis in axes if _name(axis) not in shared)
-    return left if left == axes else (*left, *spare)
-
-
-def _here(value: Value, axes: _Axes, sizes: dict[str, int]) -> float:
-    """Bytes on one device."""
-    return _bytes(value) / math.prod(axis_size(a, sizes) for dim in axes for a in dim)
-
-
-def _bytes(value: Value) -> float:
-    dims, bits = shape_and_bits(str(value.type))
-    return math.prod(dims) * float(bits) / 8
-
-
-def _axes_of(value: Value) -> _Axes:
-    """Mesh axes of each dimension of a value, after propagation."""
-    text = _sharding_text(value)
-    rank = len(shape_of(value))
-    return parse_sharding(text) if text else ((),) * rank
-
-
-def _sharding_text(value: Value) -> str:
-    """The printed sharding of a value; "" where it has none."""
-    owner = value.owner
-    if isinstance(owner, ir.Block):
-        number = ir.BlockArgument(value).arg_number
-        owner = owner.owner
-        if "arg_attrs" in owner.attributes:
-            named = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[number])
-            return str(named["sdy.sharding"]) if "sdy.sharding" in named else ""
-    else:
-        number = ir.OpResult(value).result_number
-    if owner.name == "sdy.reshard":
-        return str(owner.attributes["sharding"])
-    if "sdy.sharding" not in owner.attributes:
-        return ""
-    return "<@" + str(owner.attributes["sdy.sharding"]).split("<@")[1:][number]
-
-
-def _text(axes: _Axes) -> str:
-    return sharding_text(tuple((dim, False) for dim in axes))
-
-
-def _given(op: Operation, index: int, steps: Sequence[_Axes], attributes: Attributes) -> None:
-    """Brings an operand from one sharding to the next before the operation."""
-    at = ir.InsertionPoint(op)
-    op.operands[index] = _resharded(op.operands[index], steps, attributes, at)[-1]
-
-
-def _made(op: Operation, axes: _Axes, used: _Axes, attributes: Attributes) -> None:
-    """Gives the one result a sharding of its own, and those that use it the one they had."""
-    per_value = f"<[{_text(axes).removeprefix('#sdy.sharding')}]>"
-    op.attributes["sdy.sharding"] = attributes(f"#sdy.sharding_per_value{per_value}")
-    result = op.results[0]
-    (back,) = _resharded(result, [used], attributes, ir.InsertionPoint.after(op))
-    result.replace_all_uses_except(back, back.owner.operation)
-
-
-def _resharded(
-    value: Value, steps: Sequence[_Axes], attributes: Attributes, at: ir.InsertionPoint
-) -> list[Value]:
-    """A value brought from one sharding to the next, with what it is after each step."""
+def _replaced(axes: Division, names: set[str], spare: _Spare) -> Division | None:
+    """With as many ways of spare mesh axes in their place; None where they do not suffice."""
     made = []
-    location = ir.Location.unknown() if isinstance(value.owner, ir.Block) else value.owner.location
-    for axes in steps:
-        operation = ir.Operation.create(
-            "sdy.reshard",
-            results=[value.type],
-            operands=[value],
-            attributes={"sharding": attributes(_text(axes))},
-            loc=location,
-            ip=at,
-        )
-        value = operation.results[0]
-        made.append(value)
-    return made
+    for dim, left in zip(axes, _without(axes, names), strict=True):
+        taken = spare.take(ways(dim, spare.sizes) // ways(left, spare.sizes))
+        if taken is None:
+            return None
+        made.append((*left, *taken))
+    return tuple(made)

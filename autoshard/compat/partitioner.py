@@ -11,8 +11,6 @@ from autoshard.compat.lookups import LOOKUPS, keep_tables
 from autoshard.compat.shardings import (
     Attributes,
     Dims,
-    axis_size,
-    distinct,
     mesh_text,
     parse_sharding,
     sharding_text,
@@ -23,12 +21,14 @@ from autoshard.compat.stablehlo import (
     Block,
     Operation,
     Value,
+    bytes_of,
     main_function,
     mesh_operation,
     run_passes,
     shape_and_bits,
     walk,
 )
+from autoshard.subaxes import distinct, ways
 
 _PROPAGATE = "builtin.module(sdy-propagation-pipeline,sdy-close-shardings)"
 _RESHARD = (
@@ -211,15 +211,6 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
         judged.argument_axes.append(axes)
     judged.result_dims = [_dims_of(ir.DictAttr(a)) for a in main.attributes["res_attrs"]]
 
-    def bytes_of(value: Value, axes: frozenset[str]) -> float:
-        dims, bits = shape_and_bits(str(value.type))
-        size = float(bits) / 8
-        for n in dims:
-            size *= n
-        for a in axes:
-            size /= axis_size(a, sizes)
-        return size
-
     def visit(block: Block) -> None:
         # Collectives take the trip count of the block they stand in: that of its first operation.
         own_tag = next(
@@ -299,8 +290,8 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                     Communication(
                         kind=name.removeprefix("sdy."),
                         axes=_bare(involved),
-                        before=bytes_of(sent, before),
-                        after=bytes_of(sent, out),
+                        before=bytes_of(sent) / ways(before, sizes),
+                        after=bytes_of(sent) / ways(out, sizes),
                         block=own_tag,
                         tag=last_tag,
                         sliced=sliced,

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxlib.mlir import ir
 
@@ -53,40 +53,3 @@ def parse_sharding(text: str) -> tuple[tuple[str, ...], ...]:
     for part in re.findall(r"\{([^}]*)\}", body):
         dims.append(tuple(re.findall(r'"[^"]+"(?::\(\d+\)\d+)?', part)))
     return tuple(tuple(a.strip('"') if ":" not in a else a for a in dim) for dim in dims)
-
-
-def axis_size(axis: str, sizes: dict[str, int]) -> int:
-    """Size of a mesh axis, or of a part of one (`"x":(1)4`)."""
-    if ":(" in axis:
-        return int(axis.rsplit(")", 1)[1])
-    return sizes[axis]
-
-
-def distinct(axes: Iterable[str]) -> tuple[str, ...]:
-    """The same mesh axes with none named twice: where a whole axis is there its parts go, and parts
-    that overlap or follow each other become one. Sorted.
-
-    >>> distinct(['"x":(1)2', '"x":(2)2', "y"])
-    ('"x":(1)4', 'y')
-    >>> distinct(['"x":(1)2', "x"])
-    ('x',)
-    """
-    names = set(axes)
-    if not any(":(" in axis for axis in names):
-        return tuple(sorted(names))
-    whole = {axis for axis in names if ":(" not in axis}
-    parts: dict[str, list[tuple[int, int]]] = {}  # (major to it, major to what follows it)
-    for axis in names - whole:
-        name, _, part = axis.partition(":(")
-        before, _, size = part.partition(")")
-        if name.strip('"') not in whole:
-            parts.setdefault(name, []).append((int(before), int(before) * int(size)))
-    for name, spans in parts.items():
-        merged: list[tuple[int, int]] = []
-        for start, end in sorted(spans):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-            else:
-                merged.append((start, end))
-        whole |= {f"{name}:({start}){end // start}" for start, end in merged}
-    return tuple(sorted(whole))

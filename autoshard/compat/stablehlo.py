@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 import re
 from collections.abc import Container, Sequence
 from typing import Any, TypeAlias
@@ -142,6 +143,12 @@ def shape_and_bits(type_text: str) -> tuple[tuple[int, ...], int]:
         return dims, 2 * int(re.search(r"f(\d+)", element).group(1))  # type: ignore[union-attr]
     bits = re.search(r"(\d+)", element)
     return dims, int(bits.group(1)) if bits else 0
+
+
+def bytes_of(value: Value) -> float:
+    """Of the whole array; types narrower than a byte count in parts."""
+    dims, bits = shape_and_bits(str(value.type))
+    return math.prod(dims) * bits / 8
 
 
 def walk(block: Block) -> list[Operation]:

@@ -10,7 +10,7 @@ import re
 
 from autoshard.hlo.records import Computation, HloError, HloModule, Instruction
 from autoshard.layout import MeshShape
-from autoshard.subaxes import named_part, part_of
+from autoshard.subaxes import named_part, ways
 from autoshard.topology import over_slices
 from autoshard.trial import Collective
 
@@ -91,7 +91,7 @@ def crossing(
     ]
     group = _GROUP.search(attributes)
     if group is None:  # "{1,2}x{0:7}": each device with those in its place on the other slices
-        size, axes = math.prod(part_of(axis, mesh)[2] for axis in outer), outer
+        size, axes = ways(outer, dict(mesh)), outer
     else:
         size = group[1].count(",") + 1
         every = math.prod(n for _, n in mesh)

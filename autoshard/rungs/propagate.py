@@ -15,6 +15,7 @@ from autoshard.layout import Layout
 from autoshard.partitioned import partitioned
 from autoshard.space import Space
 from autoshard.specs import Specs
+from autoshard.subaxes import ways
 from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
 
 _SITE = "autoshard_site_"
@@ -56,9 +57,6 @@ class Propagator:
         sizes = dict(specs.mesh)
         judged = partitioned(analysis, specs, self._attributes) if specs.mesh else None
 
-        def ways(axes: frozenset[str]) -> float:
-            return math.prod(shardings.axis_size(a, sizes) for a in axes)
-
         n = len(kernels.value_bytes)
         divided = np.full(n, np.inf if judged else 1.0)
         contracted = {}
@@ -67,20 +65,20 @@ class Propagator:
         spikes: list[tuple[int, float]] = []
         if judged:
             for value, axes in zip(kernels.argument_values, judged.argument_axes, strict=True):
-                divided[value] = ways(axes)
+                divided[value] = ways(axes, sizes)
             for tag, shards in judged.shards.items():
                 first, count = kernels.tags.get(tag, (0, 0))
                 for k in range(count):
-                    divided[first + k] = ways(shards[k])
+                    divided[first + k] = ways(shards[k], sizes)
             for value, site in kernels.site_values:
                 placed = specs.sites.get(site)
                 parent = kernels.parents[value]
                 if placed is not None and not any(placed.open):
-                    divided[value] = math.prod(sizes[m] for dim in placed.spec for m in dim)
+                    divided[value] = ways((m for dim in placed.spec for m in dim), sizes)
                 else:
                     divided[value] = divided[parent]
             contracted = {
-                kernels.tags[tag][0]: ways(axes)
+                kernels.tags[tag][0]: ways(axes, sizes)
                 for tag, axes in judged.contracted.items()
                 if tag in kernels.tags
             }
@@ -134,9 +132,9 @@ class Propagator:
         for tag, operands in kernels.operands.items():
             extra = 0.0
             for value, axes in zip(operands, judged.operands.get(tag, ()), strict=False):
-                ways = math.prod(shardings.axis_size(a, sizes) for a in axes)
-                if ways < divided[value] < math.inf:
-                    extra += kernels.value_bytes[value] * (1 / ways - 1 / divided[value])
+                read = ways(axes, sizes)
+                if read < divided[value] < math.inf:
+                    extra += kernels.value_bytes[value] * (1 / read - 1 / divided[value])
             if extra:
                 found[kernels.tags[tag][0]] = extra
         return found
@@ -162,7 +160,7 @@ class Propagator:
                 collectives.append(
                     Collective(
                         kind=kind if kind != "sharded_to_unreduced" else "all_gather",
-                        group_size=int(math.prod(shardings.axis_size(a, sizes) for a in axes)),
+                        group_size=ways(axes, sizes),
                         mesh_axes=axes,
                         bytes=int(bytes_),
                         count=int(kernels.trips.get(one.block, 1.0)),
@@ -183,7 +181,7 @@ def _sent(
     found = []
     bytes_ = one.before
     for axes in reversed(one.gathered):
-        bytes_ *= math.prod(shardings.axis_size(a, sizes) for a in axes)
+        bytes_ *= ways(axes, sizes)
         found.append((axes, bytes_))
     return found
 

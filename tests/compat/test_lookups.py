@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import hlo
+from autoshard.compat import lookups, partitioner, shardings, stablehlo
 from autoshard.compat.executable import compile_module
 from autoshard.cost import CostModel
 from autoshard.layout import Layout, MeshShape
@@ -42,8 +43,9 @@ def sent(collectives: tuple[Collective, ...]) -> dict[str, int]:
 
 
 ONE, TWO, SPARE = (("x", 8),), (("x", 4), ("y", 2)), (("x", 2), ("y", 4))
+THREE = (("x", 2), ("y", 2), ("z", 4))
 X, Y, BOTH = ("x",), ("y",), ("x", "y")
-ROW, COLUMN = f"table[0]:{ROWS}", f"table[1]:{WIDTH}"
+ROW, COLUMN, TIME = f"table[0]:{ROWS}", f"table[1]:{WIDTH}", f"ids[1]:{LENGTH}"
 
 
 @pytest.mark.parametrize("batch", [64, 256, 4096])  # half, twice, 32 times the table is found
@@ -81,3 +83,28 @@ def test_tables_are_gathered_where_a_device_finds_as_much(batch: int, gathered: 
     (table,) = (s.index for s in of.analysis.sites.sites if s.found >= 0)
     layout = Layout(mesh=ONE, compute=(("batch", X),), storage=((COLUMN, X),))
     assert (table in of.space.specs(layout).sites) == gathered
+
+
+@pytest.mark.parametrize("batch", [64, 4096])
+def test_mesh_axes_to_spare_go_to_one_dimension_each(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lookups are divided along two dimensions, the table's rows over both mesh axes."""
+    written: list[tuple[tuple[str, ...], ...]] = []
+
+    def keep(main, sizes, attributes):  # type: ignore[no-untyped-def]
+        def noting(text: str) -> stablehlo.Attribute:
+            written.append(shardings.parse_sharding(text))
+            return attributes(text)
+
+        lookups.keep_tables(main, sizes, noting)
+
+    monkeypatch.setattr(partitioner, "keep_tables", keep)
+    of = analyse(embedding(batch))
+    compute, storage = (("batch", X), (TIME, Y), (ROW, BOTH)), ((ROW, BOTH),)
+    layout = Layout(mesh=THREE, compute=compute, storage=storage)
+    assert isinstance(propagator(of.analysis).judge(of.space, layout, CPU), Estimate)
+    assert any("z" in str(dims) for dims in written)
+    for dims in written:
+        axes = [axis for dim in dims for axis in dim]
+        assert len(set(axes)) == len(axes), dims

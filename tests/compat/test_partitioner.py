@@ -45,9 +45,6 @@ def test_printed_shardings() -> None:
     )
     assert shardings.parse_sharding('#sdy.sharding<@mesh, [{"x"}], replicated={"y"}>') == (("x",),)
     assert (
-        shardings.axis_size('"x":(1)4', {"x": 8}) == 4 and shardings.axis_size("x", {"x": 8}) == 8
-    )
-    assert (
         shardings.sharding_text(((("x",), True), ((), True), ((), False)))
         == '#sdy.sharding<@mesh, [{"x", ?}, {?}, {}]>'
     )

@@ -1,0 +1,79 @@
+"""Reshards put into a module after propagation: how a value is divided, and bringing it elsewhere.
+
+Between propagation and explicit reshards of the Shardy partitioner.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from jaxlib.mlir import ir
+
+from autoshard.compat.shardings import Attributes, parse_sharding, sharding_text
+from autoshard.compat.stablehlo import Operation, Value, shape_of
+
+Division: TypeAlias = tuple[tuple[str, ...], ...]
+"""Mesh axes of each dimension."""
+
+
+def division(value: Value) -> Division:
+    """How propagation divided a value."""
+    text = _sharding_text(value)
+    return parse_sharding(text) if text else ((),) * len(shape_of(value))
+
+
+def bring_operand(
+    op: Operation, index: int, steps: Sequence[Division], attributes: Attributes
+) -> None:
+    """Brings an operand from one division to the next before the operation."""
+    at = ir.InsertionPoint(op)
+    op.operands[index] = _resharded(op.operands[index], steps, attributes, at)
+
+
+def make_result(op: Operation, to: Division, attributes: Attributes) -> None:
+    """Gives the one result a division of its own, and those that use it the one that it had."""
+    result = op.results[0]
+    used = division(result)
+    per_value = f"<[{_text(to).removeprefix('#sdy.sharding')}]>"
+    op.attributes["sdy.sharding"] = attributes(f"#sdy.sharding_per_value{per_value}")
+    back = _resharded(result, [used], attributes, ir.InsertionPoint.after(op))
+    result.replace_all_uses_except(back, back.owner.operation)
+
+
+def _sharding_text(value: Value) -> str:
+    """The printed sharding of a value; "" where it has none."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        number = ir.BlockArgument(value).arg_number
+        owner = owner.owner
+        if "arg_attrs" in owner.attributes:
+            named = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[number])
+            return str(named["sdy.sharding"]) if "sdy.sharding" in named else ""
+    else:
+        number = ir.OpResult(value).result_number
+    if owner.name == "sdy.reshard":
+        return str(owner.attributes["sharding"])
+    if "sdy.sharding" not in owner.attributes:
+        return ""
+    return "<@" + str(owner.attributes["sdy.sharding"]).split("<@")[1:][number]
+
+
+def _text(to: Division) -> str:
+    return sharding_text(tuple((axes, False) for axes in to))
+
+
+def _resharded(
+    value: Value, steps: Sequence[Division], attributes: Attributes, at: ir.InsertionPoint
+) -> Value:
+    """A value brought from one division to the next."""
+    location = ir.Location.unknown() if isinstance(value.owner, ir.Block) else value.owner.location
+    for to in steps:
+        operation = ir.Operation.create(
+            "sdy.reshard",
+            results=[value.type],
+            operands=[value],
+            attributes={"sharding": attributes(_text(to))},
+            loc=location,
+            ip=at,
+        )
+        value = operation.results[0]
+    return value
