@@ -28,7 +28,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.catalogue import Chip, catalogue
 from autoshard.compat.device_order import known_kind
-from autoshard.cost import FRESH_FROM_BYTES, GATHERS_AT_ONCE, KINDS, Constants, LinkCost
+from autoshard.cost import (
+    FRESH_FROM_BYTES,
+    GATHERS_AT_ONCE,
+    KINDS,
+    SUMS_APART,
+    Constants,
+    LinkCost,
+)
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
@@ -107,6 +114,7 @@ def calibrate(target: Target) -> Constants:
         bandwidth_bytes_per_s=beyond_caches(seconds) if shared else rates["copy"],
         launch_s=above("kernels") / (2 * _TINY * work),
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
+        folds_sums=target.platform not in SUMS_APART,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),

@@ -122,7 +122,7 @@ class _Asked:
             return []
 
         def alike(one: partitioner.Communication) -> tuple[object, ...]:
-            return one.kind, one.axes, one.before, one.after, trips.get(one.block, 1.0), one.sliced
+            return one.kind, one.axes, one.before, one.after, trips.get(one.block, 1.0), one.sum
 
         def sent(judged: partitioner.Judged) -> Counter[tuple[object, ...]]:
             return Counter(alike(one) for one in judged.communication)

@@ -24,7 +24,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 15
+MODEL_REVISION = 16
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `sites`, `specs` or `rungs.propagate`, to what
@@ -39,6 +39,13 @@ GATHERS_AT_ONCE = frozenset({"tpu"})
 """Platforms whose compiler gathers along several dimensions at once: seen with libtpu 0.0.42.
 
 Not so XLA:CPU (jax 0.10.2 and 0.12.0.1) and XLA:GPU (jax 0.10.2).
+"""
+
+SUMS_APART = frozenset({"cpu"})
+"""Platforms whose compiler does not fold sums over devices: see `Constants.folds_sums`.
+
+So seen with jax 0.10.2 and 0.12.0.1. XLA:GPU (jax 0.10.2; its passes all-reduce-folder and
+all-reduce-reassociate) and libtpu 0.0.42 fold them.
 """
 
 FRESH_FROM_BYTES = 32 << 20
@@ -85,6 +92,9 @@ class Constants:
       date: ISO date of the calibration; "" for the catalogue's figures.
       gathers_by_dimension: an array that is divided along several dimensions is gathered along one
         after another, the last first; else along all of them at once.
+      folds_sums: what is summed over devices along several dimensions is summed along all of them
+        at once, and sums that are added up are added before they are sent; else one dimension after
+        another, and each by itself.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
@@ -103,6 +113,7 @@ class Constants:
     date: str
     contract_by_dtype: tuple[tuple[str, float], ...] = ()
     gathers_by_dimension: bool = True
+    folds_sums: bool = True
     fresh_s_per_byte: float = 0.0
     clock_hz: float = 0.0
     source: str = ""

@@ -1,5 +1,9 @@
 """Made-up chips and topologies with round figures, so that costs can be worked out by hand."""
 
+import importlib.util
+
+import pytest
+
 from autoshard.catalogue import Chip, Figure, Link
 from autoshard.topology import Topology
 
@@ -55,3 +59,10 @@ def tpu(*shape: int, slices: int = 1, **changes: object) -> Topology:
 
 def gpu(hosts: int, devices: int, **changes: object) -> Topology:
     return Topology(chip=chip("cuda", **changes), shape=(hosts, devices), slices=1)
+
+
+def needs(platform: str) -> None:
+    """Skips the test where the compiler for a platform is not installed."""
+    package = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}[platform]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'autoshard[{platform}]'")

@@ -1,7 +1,6 @@
 """Planning for hardware that is not here: names, slow links, the whole search, the plan file."""
 
 import dataclasses
-import importlib.util
 import json
 import re
 
@@ -20,15 +19,9 @@ from autoshard.target import find_target
 from autoshard.topology import Topology
 from autoshard.trial import Estimate, Failure, Kind
 from tests import analysed, workloads
-from tests.hardware import gpu, tpu
+from tests.hardware import gpu, needs, tpu
 
 BUDGET = autoshard.Budget(candidates=60, compiles=5)
-
-
-def needs(platform: str) -> None:
-    package = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}[platform]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install 'autoshard[{platform}]'")
 
 
 SMALL = [

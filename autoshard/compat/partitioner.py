@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jaxlib.mlir import ir
 
 from autoshard.compat.lookups import LOOKUPS, keep_tables
+from autoshard.compat.reshards import Division, division
 from autoshard.compat.shardings import (
     Attributes,
     Dims,
@@ -51,6 +52,25 @@ def propagate(
     run_passes(module, _RESHARD)
 
 
+class Sum(NamedTuple):
+    """What an all-reduce adds up, and what becomes of it.
+
+    Attributes:
+      product: it is of a matrix product.
+      summed: its mesh axes for each dimension that is summed; all at once where the operand does
+        not tell them apart.
+      cut: mesh axes that the result is divided by right after, for each dimension that has some.
+      fresh: no dimension that is cut was divided before.
+      added: its result is only added to that of another sum, alike and earlier.
+    """
+
+    product: bool
+    summed: tuple[tuple[str, ...], ...]
+    cut: tuple[tuple[str, ...], ...]
+    fresh: bool
+    added: bool = False
+
+
 class Communication(NamedTuple):
     """One collective as the partitioner puts it.
 
@@ -60,8 +80,7 @@ class Communication(NamedTuple):
       before, after: local bytes that go in and come out.
       block: a tag of the block it stands in.
       tag: of the operation before it.
-      sliced: mesh axes that an all-reduce's result is divided by right after it along one
-        dimension; () where it is along several, of which compilers seldom make a reduce-scatter.
+      sum: of an all-reduce; None of others.
       gathered: the mesh axes gathered along each dimension that has some, in order of dimensions.
       location: of the operation.
     """
@@ -72,7 +91,7 @@ class Communication(NamedTuple):
     after: float
     block: int
     tag: int
-    sliced: tuple[str, ...]
+    sum: Sum | None
     gathered: tuple[tuple[str, ...], ...]
     location: str
 
@@ -199,7 +218,6 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
     of_value: dict[Value, frozenset[str]] = {}
     # Sums over devices that nothing has used yet, by value: where they stand in `communication`.
     sums: dict[Value, int] = {}
-    merged: set[int] = set()
     resharded: set[tuple[str, Value, Attribute]] = set()
     empty: frozenset[str] = frozenset()
     block = main.regions[0].blocks[0]
@@ -234,7 +252,7 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                 if name == "stablehlo.add" and all(v in sums for v in op.operands):
                     first, second = (sums.pop(v) for v in op.operands)
                     if _alike(judged.communication[first], judged.communication[second]):
-                        merged.add(second)
+                        judged.communication[second] = _added(judged.communication[second])
                         if _used_once(op.results[0]):
                             sums[op.results[0]] = first
                 if name in _CONTRACTING:
@@ -262,15 +280,11 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                         sums[result] = sums.pop(op.operands[0])
                     continue
                 before = of_value.get(op.operands[0], empty)
-                sliced: tuple[str, ...] = ()
                 along: tuple[tuple[str, ...], ...] = ()
+                summed = None
                 if name == "sdy.all_reduce":
                     involved = tuple(dict.fromkeys(_AXIS.findall(str(held["reduction_axes"]))))
-                    users = list(result.uses)
-                    if len(users) == 1 and users[0].owner.name == "sdy.all_slice":
-                        cut = users[0].owner.attributes
-                        if len(_along(cut["slicing_axes"])) == 1:
-                            sliced = tuple(sorted(axes_of(cut["out_sharding"])[0] - out))
+                    summed = _sum(op.operation, _bare(involved))
                 elif name == "sdy.all_gather":
                     along = _along(held["gathering_axes"])
                     involved = tuple(dict.fromkeys(a for axes in along for a in axes))
@@ -294,7 +308,7 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                         after=bytes_of(sent) / ways(out, sizes),
                         block=own_tag,
                         tag=last_tag,
-                        sliced=sliced,
+                        sum=summed,
                         gathered=tuple(map(_bare, along)),
                         location=str(op.location)[:200],
                     )
@@ -303,8 +317,35 @@ def _read(main: Operation, sizes: dict[str, int]) -> Judged:
                     sums[result] = len(judged.communication) - 1
 
     visit(block)
-    judged.communication = [c for i, c in enumerate(judged.communication) if i not in merged]
     return judged
+
+
+def _sum(op: Operation, axes: tuple[str, ...]) -> Sum:
+    """Of an all-reduce over some mesh axes."""
+    maker = op.operands[0].owner
+    summed: tuple[tuple[str, ...], ...] = (axes,)
+    product = False
+    if not isinstance(maker, ir.Block):
+        product = maker.name == "stablehlo.dot_general"
+        if len(axes) > 1:
+            over = (_within(division(operand), axes) for operand in maker.operands)
+            summed = next((o for o in over if sum(map(len, o)) == len(axes)), summed)
+    cut: tuple[tuple[str, ...], ...] = ()
+    fresh = True
+    users = list(itertools.islice(op.results[0].uses, 2))
+    if len(users) == 1 and users[0].owner.name == "sdy.all_slice":
+        slicing = _DIMENSION.findall(str(users[0].owner.attributes["slicing_axes"]))
+        dims = [_bare(_AXIS.findall(dim)) for dim in slicing]
+        cut = tuple(dim for dim in dims if dim)
+        before = division(op.results[0])
+        fresh = not any(now and then for now, then in zip(dims, before, strict=True))
+    return Sum(product, summed, cut, fresh)
+
+
+def _within(divided: Division, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Those of the mesh axes that divide each dimension, where there are any."""
+    found = (tuple(axis for axis in dim if axis in axes) for dim in divided)
+    return tuple(dim for dim in found if dim)
 
 
 def _along(attribute: Attribute) -> tuple[tuple[str, ...], ...]:
@@ -323,6 +364,10 @@ def _used_once(value: Value) -> bool:
 
 
 def _alike(one: Communication, other: Communication) -> bool:
-    """Whether two sums over devices run over the same ones and are cut alike afterwards: XLA adds
-    first, and sends once (its passes all-reduce-reassociate and reduce-scatter-reassociate)."""
-    return (one.axes, one.block, one.sliced) == (other.axes, other.block, other.sliced)
+    """Whether two sums over devices run over the same ones and are cut alike afterwards: a compiler
+    may add first, and send once (XLA's all-reduce-reassociate and reduce-scatter-reassociate)."""
+    return (one.axes, one.block, one.sum) == (other.axes, other.block, other.sum)
+
+
+def _added(one: Communication) -> Communication:
+    return one if one.sum is None else one._replace(sum=one.sum._replace(added=True))

@@ -16,7 +16,7 @@ Division: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 def division(value: Value) -> Division:
-    """How propagation divided a value."""
+    """How propagation divided a value; later, how its collectives did."""
     text = _sharding_text(value)
     return parse_sharding(text) if text else ((),) * len(shape_of(value))
 
@@ -50,8 +50,9 @@ def _sharding_text(value: Value) -> str:
             return str(named["sdy.sharding"]) if "sdy.sharding" in named else ""
     else:
         number = ir.OpResult(value).result_number
-    if owner.name == "sdy.reshard":
-        return str(owner.attributes["sharding"])
+    for name in ("sharding", "out_sharding"):  # of a reshard, of a collective
+        if owner.name.startswith("sdy.") and name in owner.attributes:
+            return str(owner.attributes[name])
     if "sdy.sharding" not in owner.attributes:
         return ""
     return "<@" + str(owner.attributes["sdy.sharding"]).split("<@")[1:][number]

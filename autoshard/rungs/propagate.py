@@ -13,6 +13,7 @@ from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.partitioned import partitioned
+from autoshard.rungs.sending import sent
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.subaxes import ways
@@ -147,19 +148,12 @@ class Propagator:
         collectives = []
         spikes = []
         for one in judged.communication:
-            kind = one.kind
-            if (
-                kind == "all_reduce"
-                and constants.forms_reduce_scatter
-                and one.sliced
-                and set(one.sliced) == set(one.axes)
-            ):
-                kind = "reduce_scatter"
             found = _SOURCE.search(one.location)
-            for axes, bytes_ in _sent(one, sizes, constants.gathers_by_dimension):
+            made = sent(one, sizes, constants)
+            for kind, axes, bytes_ in made:
                 collectives.append(
                     Collective(
-                        kind=kind if kind != "sharded_to_unreduced" else "all_gather",
+                        kind=kind,
                         group_size=ways(axes, sizes),
                         mesh_axes=axes,
                         bytes=int(bytes_),
@@ -167,23 +161,10 @@ class Propagator:
                         source=f"{found[1].rsplit('/', 1)[-1]}:{found[2]}" if found else "",
                     )
                 )
-            if kind != "all_gather" or _SITE not in one.location:  # else the constraint's value
+            constraint = one.kind == "all_gather" and _SITE in one.location  # a value of its own
+            if made and not constraint:
                 spikes.append((kernels.positions.get(one.tag, 0), one.after))
         return collectives, spikes
-
-
-def _sent(
-    one: partitioner.Communication, sizes: dict[str, int], by_dimension: bool
-) -> list[tuple[tuple[str, ...], float]]:
-    """Mesh axes and payload of each collective that a compiler makes of one."""
-    if not by_dimension or len(one.gathered) < 2:
-        return [(one.axes, max(one.before, one.after))]
-    found = []
-    bytes_ = one.before
-    for axes in reversed(one.gathered):
-        bytes_ *= ways(axes, sizes)
-        found.append((axes, bytes_))
-    return found
 
 
 def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[tuple[int, float]]) -> float:

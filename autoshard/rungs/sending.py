@@ -1,0 +1,69 @@
+"""What a compiler sends for one collective that the partitioner put.
+
+XLA's partitioner takes apart what Shardy's says in one (seen with jaxlib 0.10.2 and 0.12.0.1 for
+CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compilers-send-them.md).
+"""
+
+from typing import NamedTuple
+
+from autoshard.compat.partitioner import Communication, Sum
+from autoshard.cost import Constants
+from autoshard.subaxes import ways
+
+_Axes = tuple[str, ...]
+
+
+class Sent(NamedTuple):
+    """One collective of the compiled program: kind, mesh axes, payload of one execution."""
+
+    kind: str
+    axes: _Axes
+    bytes: float
+
+
+def sent(one: Communication, sizes: dict[str, int], constants: Constants) -> list[Sent]:
+    """The collectives that a compiler makes of one, in order; none where it is folded into another.
+
+    Args:
+      sizes: of the mesh axes.
+    """
+    if one.sum is not None:
+        return _summed(one, one.sum, sizes, constants)
+    kind = "all_gather" if one.kind == "sharded_to_unreduced" else one.kind
+    if constants.gathers_by_dimension and len(one.gathered) > 1:
+        return _gathered(one, sizes)
+    return [Sent(kind, one.axes, max(one.before, one.after))]
+
+
+def _gathered(one: Communication, sizes: dict[str, int]) -> list[Sent]:
+    """One dimension after another, the last first."""
+    found = []
+    bytes_ = one.before
+    for axes in reversed(one.gathered):
+        bytes_ *= ways(axes, sizes)
+        found.append(Sent("all_gather", axes, bytes_))
+    return found
+
+
+def _summed(one: Communication, of: Sum, sizes: dict[str, int], constants: Constants) -> list[Sent]:
+    """A product is summed first over what its result is divided by afterwards, then the part that a
+    device keeps over the rest. Other sums are reduced whole, unless that is all there is."""
+    if of.added and constants.folds_sums:
+        return []
+    cut = tuple(axis for dim in of.cut for axis in dim)
+    every, whole = set(one.axes), one.before
+    kind = "all_reduce"
+    if constants.forms_reduce_scatter and len(of.cut) == 1:
+        kind = "reduce_scatter"
+    if of.product and of.fresh and cut and set(cut) <= every:
+        rest = tuple(axis for axis in one.axes if axis not in cut)
+        at_once = (_in_order(cut, one.axes),) if constants.folds_sums else of.cut
+        found = [Sent(kind, axes, whole) for axes in reversed(at_once)]
+        return [*found, *([Sent("all_reduce", rest, whole / ways(cut, sizes))] if rest else [])]
+    if not constants.folds_sums:
+        return [Sent("all_reduce", axes, whole) for axes in reversed(of.summed)]
+    return [Sent(kind if set(cut) == every else "all_reduce", one.axes, whole)]
+
+
+def _in_order(axes: _Axes, order: _Axes) -> _Axes:
+    return tuple(axis for axis in order if axis in axes)
