@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from autoshard.analysis import Analysis
-from autoshard.compat import partitioner, shardings
+from autoshard.compat import shardings
+from autoshard.compat.judged import Communication, Judged
 from autoshard.layout import Wording
 from autoshard.partitioned import partitioned
 from autoshard.sites import Place
@@ -121,10 +122,10 @@ class _Asked:
         except (RuntimeError, ValueError):  # with fewer constraints the partitioner gives up
             return []
 
-        def alike(one: partitioner.Communication) -> tuple[object, ...]:
+        def alike(one: Communication) -> tuple[object, ...]:
             return one.kind, one.axes, one.before, one.after, trips.get(one.block, 1.0), one.sum
 
-        def sent(judged: partitioner.Judged) -> Counter[tuple[object, ...]]:
+        def sent(judged: Judged) -> Counter[tuple[object, ...]]:
             return Counter(alike(one) for one in judged.communication)
 
         here, there = sent(one), sent(other)

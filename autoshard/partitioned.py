@@ -2,6 +2,7 @@
 
 from autoshard.analysis import Analysis
 from autoshard.compat import partitioner, shardings
+from autoshard.compat.judged import Judged
 from autoshard.layout import Spec
 from autoshard.program import Leaf
 from autoshard.specs import Specs
@@ -9,7 +10,7 @@ from autoshard.specs import Specs
 
 def partitioned(
     analysis: Analysis, specs: Specs, attributes: shardings.Attributes | None = None
-) -> partitioner.Judged:
+) -> Judged:
     """Asks the partitioner. Not thread-safe: modules share a context.
 
     Args:

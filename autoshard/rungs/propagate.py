@@ -7,7 +7,8 @@ import time
 import numpy as np
 
 from autoshard.analysis import Analysis
-from autoshard.compat import partitioner, shardings
+from autoshard.compat import shardings
+from autoshard.compat.judged import Judged
 from autoshard.cost import Constants, CostModel
 from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
@@ -125,7 +126,7 @@ class Propagator:
         )
 
     def _regathered(
-        self, judged: partitioner.Judged, sizes: dict[str, int], divided: np.ndarray
+        self, judged: Judged, sizes: dict[str, int], divided: np.ndarray
     ) -> dict[int, float]:
         """By the value it makes, what a product reads beyond what was made: gathered in between."""
         kernels = self._analysis.kernels
@@ -141,7 +142,7 @@ class Propagator:
         return found
 
     def _communication(
-        self, judged: partitioner.Judged, sizes: dict[str, int], constants: Constants
+        self, judged: Judged, sizes: dict[str, int], constants: Constants
     ) -> tuple[list[Collective], list[tuple[int, float]]]:
         """What is sent, and the buffers that receive it as (position, bytes)."""
         kernels = self._analysis.kernels

@@ -6,7 +6,7 @@ CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compile
 
 from typing import NamedTuple
 
-from autoshard.compat.partitioner import Communication, Sum
+from autoshard.compat.judged import Communication, Sum
 from autoshard.cost import Constants
 from autoshard.subaxes import ways
 
