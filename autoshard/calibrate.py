@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.catalogue import Chip, catalogue
 from autoshard.compat.device_order import known_kind
 from autoshard.cost import (
+    COMBINES_SUMS,
     FRESH_FROM_BYTES,
     GATHERS_AT_ONCE,
     KINDS,
@@ -115,6 +116,7 @@ def calibrate(target: Target) -> Constants:
         launch_s=above("kernels") / (2 * _TINY * work),
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         folds_sums=target.platform not in SUMS_APART,
+        combines_sums=target.platform in COMBINES_SUMS,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),

@@ -24,7 +24,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 16
+MODEL_REVISION = 17
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `sites`, `specs` or `rungs.propagate`, to what
@@ -46,6 +46,13 @@ SUMS_APART = frozenset({"cpu"})
 
 So seen with jax 0.10.2 and 0.12.0.1. XLA:GPU (jax 0.10.2; its passes all-reduce-folder and
 all-reduce-reassociate) and libtpu 0.0.42 fold them.
+"""
+
+COMBINES_SUMS = frozenset({"cpu"})
+"""Platforms whose compiler combines all-reduces, however large: seen with jax 0.10.2 and 0.12.0.1.
+
+XLA:GPU combines up to 30 MB, and gathers too (jax 0.10.2): next to the steps of pods what that
+saves, the latency of small ones, is nothing, and rung 1 counts them one by one.
 """
 
 FRESH_FROM_BYTES = 32 << 20
@@ -95,6 +102,7 @@ class Constants:
       folds_sums: what is summed over devices along several dimensions is summed along all of them
         at once, and sums that are added up are added before they are sent; else one dimension after
         another, and each by itself.
+      combines_sums: all-reduces that do not need each other are sent as one, however large.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
@@ -114,6 +122,7 @@ class Constants:
     contract_by_dtype: tuple[tuple[str, float], ...] = ()
     gathers_by_dimension: bool = True
     folds_sums: bool = True
+    combines_sums: bool = False
     fresh_s_per_byte: float = 0.0
     clock_hz: float = 0.0
     source: str = ""

@@ -3,7 +3,7 @@
 import os
 
 from autoshard.calibrate import calibrated
-from autoshard.cost import GATHERS_AT_ONCE, SUMS_APART, Constants, CostModel
+from autoshard.cost import COMBINES_SUMS, GATHERS_AT_ONCE, SUMS_APART, Constants, CostModel
 from autoshard.network import Network
 from autoshard.target import Target
 from autoshard.topology import Topology
@@ -36,6 +36,7 @@ def catalogued(topology: Topology) -> Constants:
         forms_reduce_scatter=True,
         gathers_by_dimension=topology.chip.platform not in GATHERS_AT_ONCE,
         folds_sums=topology.chip.platform not in SUMS_APART,
+        combines_sums=topology.chip.platform in COMBINES_SUMS,
         links=(),
         date="",
         clock_hz=chip.clock_hz.value if chip.clock_hz else 0.0,

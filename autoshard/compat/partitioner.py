@@ -43,8 +43,13 @@ def judge(
     sites: dict[int, Dims],
     site_of_tag: dict[int, int],
     attributes: Attributes,
+    chains: bool = False,
 ) -> Judged:
-    """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result."""
+    """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result.
+
+    Args:
+      chains: as `judged.read` has it.
+    """
     sizes = dict(mesh)
     with module.context:
         copy = module.clone()
@@ -60,7 +65,7 @@ def judge(
                 if dims is not None:
                     op.attributes["sharding"] = attributes(sharding_text(dims))
         propagate(copy, sizes, attributes, looks_up)
-        return read(main_function(copy), sizes)
+        return read(main_function(copy), sizes, chains)
 
 
 def _attribute_list(tensors: Sequence[Dims]) -> str:

@@ -14,7 +14,7 @@ from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.partitioned import partitioned
-from autoshard.rungs.sending import sent
+from autoshard.rungs.sending import sent_in_step
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.subaxes import ways
@@ -57,7 +57,10 @@ class Propagator:
         analysis = self._analysis
         program, kernels = analysis.program, analysis.kernels
         sizes = dict(specs.mesh)
-        judged = partitioned(analysis, specs, self._attributes) if specs.mesh else None
+        judged = None
+        if specs.mesh:
+            chains = cost.constants.combines_sums
+            judged = partitioned(analysis, specs, self._attributes, chains)
 
         n = len(kernels.value_bytes)
         divided = np.full(n, np.inf if judged else 1.0)
@@ -147,23 +150,23 @@ class Propagator:
         """What is sent, and the buffers that receive it as (position, bytes)."""
         kernels = self._analysis.kernels
         collectives = []
+        for one, (kind, axes, bytes_) in sent_in_step(judged.communication, sizes, constants):
+            found = _SOURCE.search(one.location)
+            collectives.append(
+                Collective(
+                    kind=kind,
+                    group_size=ways(axes, sizes),
+                    mesh_axes=axes,
+                    bytes=int(bytes_),
+                    count=int(kernels.trips.get(one.block, 1.0)),
+                    source=f"{found[1].rsplit('/', 1)[-1]}:{found[2]}" if found else "",
+                )
+            )
         spikes = []
         for one in judged.communication:
-            found = _SOURCE.search(one.location)
-            made = sent(one, sizes, constants)
-            for kind, axes, bytes_ in made:
-                collectives.append(
-                    Collective(
-                        kind=kind,
-                        group_size=ways(axes, sizes),
-                        mesh_axes=axes,
-                        bytes=int(bytes_),
-                        count=int(kernels.trips.get(one.block, 1.0)),
-                        source=f"{found[1].rsplit('/', 1)[-1]}:{found[2]}" if found else "",
-                    )
-                )
+            folded = one.sum is not None and one.sum.added and constants.folds_sums
             constraint = one.kind == "all_gather" and _SITE in one.location  # a value of its own
-            if made and not constraint:
+            if not folded and not constraint:
                 spikes.append((kernels.positions.get(one.tag, 0), one.after))
         return collectives, spikes
 

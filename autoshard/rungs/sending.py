@@ -4,6 +4,7 @@ XLA's partitioner takes apart what Shardy's says in one (seen with jaxlib 0.10.2
 CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compilers-send-them.md).
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from autoshard.compat.judged import Communication, Sum
@@ -11,6 +12,7 @@ from autoshard.cost import Constants
 from autoshard.subaxes import ways
 
 _Axes = tuple[str, ...]
+_MOST_COMBINED = 256
 
 
 class Sent(NamedTuple):
@@ -19,6 +21,39 @@ class Sent(NamedTuple):
     kind: str
     axes: _Axes
     bytes: float
+
+
+def sent_in_step(
+    communication: Iterable[Communication], sizes: dict[str, int], constants: Constants
+) -> list[tuple[Communication, Sent]]:
+    """Every collective of a step, with what the partitioner put for it.
+
+    Args:
+      sizes: of the mesh axes.
+    """
+    made = [(one, each) for one in communication for each in sent(one, sizes, constants)]
+    return _combined(made) if constants.combines_sums else made
+
+
+def _combined(made: list[tuple[Communication, Sent]]) -> list[tuple[Communication, Sent]]:
+    """With all-reduces of one block over the same mesh axes as one, unless one needs another.
+
+    XLA's all-reduce-combiner, which for CPU has no limit of bytes, and this of arrays.
+    """
+    found: list[tuple[Communication, Sent]] = []
+    places: dict[tuple[int, int, _Axes], tuple[int, int]] = {}  # in `found`, and how many so far
+    for one, each in made:
+        if each.kind == "all_reduce":
+            key = one.block, one.before_it, each.axes
+            at, count = places.get(key, (0, _MOST_COMBINED))
+            if count < _MOST_COMBINED:
+                first, together = found[at]
+                found[at] = first, together._replace(bytes=together.bytes + each.bytes)
+                places[key] = at, count + 1
+                continue
+            places[key] = len(found), 1
+        found.append((one, each))
+    return found
 
 
 def sent(one: Communication, sizes: dict[str, int], constants: Constants) -> list[Sent]:

@@ -96,7 +96,10 @@ def search_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"covered": False, "why": found["failed"]}
     # "relative" is agreement with another sharded program, where the unsharded one does not fit.
     covered = found["ended"] == "finished" and found["numerics"] == "exact"
-    names = ("numerics", "plan_is", "candidates", "compiles", "profiles", "elapsed_s", "resumed")
+    names = (
+        *("numerics", "plan_is", "candidates", "compiles", "profiles", "elapsed_s", "resumed"),
+        *("machine", "date"),
+    )
     return {"covered": covered, "why": "", **{name: found[name] for name in names}}
 
 

@@ -62,6 +62,8 @@ def all_tables(summary: Mapping[str, Any]) -> list[Table]:
                 "rung 1",
                 "rung 2",
                 "rung 3",
+                "machine of the search",
+                "date",
             ),
             rows=tuple(_cost_row(row) for row in rows),
         ),
@@ -186,9 +188,9 @@ def _rank_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
 def _cost_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     search = row["search"]
     if search is None:
-        return (*_head(row), Cell("not run", red=True), *[Cell("")] * 7)
+        return (*_head(row), Cell("not run", red=True), *[Cell("")] * 9)
     if "numerics" not in search:
-        return (*_head(row), Cell(search["why"][:60], red=True), *[Cell("")] * 7)
+        return (*_head(row), Cell(search["why"][:60], red=True), *[Cell("")] * 9)
     seconds = search["elapsed_s"]
     whole = seconds["all"]
     shares = [
@@ -202,4 +204,6 @@ def _cost_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
         # A search that went on from a journal says what its last process took.
         Cell(f"{'more than ' if search['resumed'] else ''}{whole:.0f}"),
         *shares,
+        Cell(search["machine"]),
+        Cell(search["date"]),
     )

@@ -4,7 +4,13 @@ from typing import Any
 
 import numpy as np
 
-PROVENANCE = {"devices": 8, "scale": "small", "seed": 0}
+PROVENANCE = {
+    "devices": 8,
+    "scale": "small",
+    "seed": 0,
+    "machine": "x86_64 Abacus",
+    "date": "2026-01-01",
+}
 
 
 def program(

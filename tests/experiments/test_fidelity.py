@@ -204,6 +204,7 @@ def test_what_meets_every_goal_is_nowhere_red() -> None:
     assert not any(
         cell.red for table in tables.all_tables(summary) for row in table.rows for cell in row
     )
+    assert "| x86_64 Abacus | 2026-01-01 |" in pages.as_markdown(tables.all_tables(summary))
     figures = summary["figures"]
     assert figures["data_or_fsdp_median"] == pytest.approx(0.9)  # of 1.0 and 0.8
     assert (figures["plan_is_baseline"], figures["plan_is_data_or_fsdp"]) == (1, 1)

@@ -24,7 +24,9 @@ from tests.hardware import needs
 from tests.programs import normal, shaped, train
 
 EMBED, HIDDEN, LENGTH, BATCH = 128, 64, 16, 32
-CPU = CostModel(dataclasses.replace(CONSTANTS, forms_reduce_scatter=False, folds_sums=False))
+CPU = CostModel(
+    dataclasses.replace(CONSTANTS, forms_reduce_scatter=False, folds_sums=False, combines_sums=True)
+)
 
 
 def dense(*, bias: bool) -> Workload:
@@ -130,6 +132,43 @@ def test_sums_that_are_added_up_are_sent_each_on_cpu_and_once_elsewhere() -> Non
     assert on_cpu == sums(compiled(of, layout))
     assert on_cpu["all_reduce", "x"] // whole == 3
     assert sums(judged(of, layout, CostModel(CONSTANTS)))["all_reduce", "x"] // whole == 1
+
+
+def stacked() -> Workload:
+    def loss(params, x):
+        for up, down in zip(params["up"], params["down"], strict=True):
+            x = jnp.tanh(x @ up) @ down
+        return jnp.mean(x**2)
+
+    def init():
+        seeds = range(3)
+        return {
+            "up": [normal(i, EMBED, HIDDEN) for i in seeds],
+            "down": [normal(-i, HIDDEN, EMBED) for i in seeds],
+        }
+
+    return train(loss, init, shaped(BATCH, EMBED))
+
+
+def payloads(collectives: tuple[Collective, ...]) -> list[int]:
+    return sorted(one.bytes for one in collectives for _ in range(one.count))
+
+
+def test_sums_that_do_not_need_each_other_are_sent_as_one() -> None:
+    of = analyse(stacked())
+    layout = of.space.layout((("x", 8),), {"batch": X}, {})
+    predicted = payloads(judged(of, layout, CPU))
+    assert predicted == payloads(compiled(of, layout))
+    assert predicted == [6 * EMBED * HIDDEN * 4 + 4]  # all gradients, and the loss
+
+
+def test_sums_that_need_each_other_are_sent_apart() -> None:
+    of = analyse(stacked())
+    rules = {a.name: X for a in of.space.axes.axes if a.size == HIDDEN}
+    layout = of.space.layout((("x", 8),), rules, rules)
+    predicted = payloads(judged(of, layout, CPU))
+    assert predicted == payloads(compiled(of, layout))
+    assert predicted == [BATCH * EMBED * 4] * 5  # all but the gradient of the batch
 
 
 @pytest.mark.deviceless
