@@ -56,7 +56,7 @@ class Communication(NamedTuple):
       before, after: local bytes that go in and come out.
       block: a tag of the block it stands in.
       tag: of the operation before it.
-      before_it: how many all-reduces over the same mesh axes stand one before the other on the way
+      depth: how many all-reduces over the same mesh axes stand one before the other on the way
         to an all-reduce; 0 where `read` was not asked to count.
       sum: of an all-reduce; None of others.
       gathered: the mesh axes gathered along each dimension that has some, in order of dimensions.
@@ -69,7 +69,7 @@ class Communication(NamedTuple):
     after: float
     block: int
     tag: int
-    before_it: int
+    depth: int
     sum: Sum | None
     gathered: tuple[tuple[str, ...], ...]
     location: str
@@ -132,8 +132,11 @@ class _Chains:
         found: dict[tuple[str, ...], int] = {}
         for value in op.operands:
             one = self._of.get(value)
-            if one and one is not found:
-                found = {a: max(found.get(a, 0), one.get(a, 0)) for a in {**found, **one}}
+            if not one or one is found:
+                continue
+            if found:
+                one = {a: max(found.get(a, 0), one.get(a, 0)) for a in {**found, **one}}
+            found = one
         return found
 
 
@@ -245,10 +248,8 @@ class _Reader:
     def _reduced(self, op: Operation, out: frozenset[str], block: int, tag: int) -> None:
         """An all-reduce."""
         axes = _bare(tuple(dict.fromkeys(_AXIS.findall(str(op.attributes["reduction_axes"])))))
-        before_it = self._chains.through(op, axes) if self._chains else 0
-        self._send(
-            op, op.operands[0], axes, out, block, tag, before_it=before_it, sum=_sum(op, axes)
-        )
+        depth = self._chains.through(op, axes) if self._chains else 0
+        self._send(op, op.operands[0], axes, out, block, tag, depth=depth, sum=_sum(op, axes))
         if _used_once(op.results[0]):
             self._sums[op.results[0]] = len(self._judged.communication) - 1
 
@@ -280,7 +281,7 @@ class _Reader:
         block: int,
         tag: int,
         *,
-        before_it: int = 0,
+        depth: int = 0,
         sum: Sum | None = None,
         gathered: tuple[tuple[str, ...], ...] = (),
     ) -> None:
@@ -300,7 +301,7 @@ class _Reader:
                 after=whole / ways(out, self._sizes),
                 block=block,
                 tag=tag,
-                before_it=before_it,
+                depth=depth,
                 sum=sum,
                 gathered=gathered,
                 location=str(op.location)[:200],

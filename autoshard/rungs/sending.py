@@ -44,7 +44,7 @@ def _combined(made: list[tuple[Communication, Sent]]) -> list[tuple[Communicatio
     places: dict[tuple[int, int, _Axes], tuple[int, int]] = {}  # in `found`, and how many so far
     for one, each in made:
         if each.kind == "all_reduce":
-            key = one.block, one.before_it, each.axes
+            key = one.block, one.depth, each.axes
             at, count = places.get(key, (0, _MOST_COMBINED))
             if count < _MOST_COMBINED:
                 first, together = found[at]
