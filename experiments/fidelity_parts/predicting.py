@@ -1,7 +1,8 @@
 """The predict part: what rungs 1 and 2 say today of programs that were measured before.
 
 A step's time does not depend on the model of cost, so a better model needs no new samples. It does
-depend on the program: where today's code makes another one of a layout, nothing is changed.
+depend on the program: where today's code makes another one of a layout, nothing is changed. And on
+the machine: on one of another kind, the constants are those that the sample was measured with.
 """
 
 import dataclasses
@@ -9,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.budget import Budget, Callback
-from autoshard.cost import MODEL_REVISION
+from autoshard.cost import MODEL_REVISION, Constants, CostModel
 from autoshard.driver.compiling import Compiling
 from autoshard.journal import opened
 from autoshard.layout import Candidate
 from autoshard.module import Module
 from experiments.fidelity_parts import sampling
 from experiments.fidelity_parts.measuring import rung_to_json
-from experiments.fidelity_parts.store import Case, Store, Task, provenance, read, write
+from experiments.fidelity_parts.store import Case, Store, Task, machine, provenance, read, write
 
 
 class OtherProgramsError(RuntimeError):
@@ -50,6 +51,7 @@ def run(
         ledger = sampling.open_ledger(
             task, case, store, log, seed=seed, budget=budget, callbacks=callbacks
         )
+        ledger.cost = CostModel(_constants(figures, ledger.constants))
         for program in programs:
             candidate = Candidate.from_json(program["candidate"])
             ledger.rows.append(sampling.judged(ledger, candidate))
@@ -84,3 +86,14 @@ def run(
         },
     }
     write(path, figures)
+
+
+def _constants(figures: dict[str, Any], here: Constants) -> Constants:
+    """Of the kind of machine that a sample was measured on.
+
+    Args:
+      here: of this machine; also what the sample's do not say, since nobody asked then.
+    """
+    if figures["machine"] == machine():
+        return here
+    return Constants.from_json({**here.to_json(), **figures["constants"]})

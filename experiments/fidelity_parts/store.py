@@ -149,7 +149,7 @@ def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:
         "devices": task.devices,
         "scale": scale,
         "seed": seed,
-        "machine": f"{platform.machine()} {_processor()}".strip(),
+        "machine": machine(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_at_start": os.getloadavg()[0],
@@ -159,6 +159,11 @@ def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def machine() -> str:
+    """The kind of machine this is, as results name it."""
+    return f"{platform.machine()} {_processor()}".strip()
 
 
 @functools.lru_cache(maxsize=1)

@@ -309,6 +309,18 @@ def test_a_case_goes_through_search_sample_and_report(
             assert after[rung]["time_s"] == pytest.approx(before[rung]["time_s"])
             assert after[rung]["peak_memory_bytes"] == before[rung]["peak_memory_bytes"]
 
+    # On a machine of another kind the constants are the sample's, and today's where it has none.
+    constants = {**anew["constants"], "contract_flops_per_s": 1.0}
+    del constants["folds_sums"]
+    store.write(path, {**anew, "machine": "another", "constants": constants})
+    predicting.run(task, case, kept, **options)
+    elsewhere = store.read(path)
+    assert elsewhere is not None and elsewhere["machine"] == "another"
+    assert elsewhere["constants"] == {**anew["constants"], "contract_flops_per_s": 1.0}
+    for before, after in zip(anew["programs"], elsewhere["programs"], strict=True):
+        for rung in ("rung1", "rung2"):
+            assert after[rung]["time_s"] > 1000 * before[rung]["time_s"]
+
     # A program that was never measured gets no prediction beside another one's time.
     anew["programs"][0]["module"] = "0" * 64
     store.write(path, anew)
