@@ -14,7 +14,7 @@ from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.partitioned import partitioned
-from autoshard.rungs.sending import sent_in_step
+from autoshard.rungs.sending import folded, sent_in_step
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.subaxes import ways
@@ -164,9 +164,8 @@ class Propagator:
             )
         spikes = []
         for one in judged.communication:
-            folded = one.sum is not None and one.sum.added and constants.folds_sums
             constraint = one.kind == "all_gather" and _SITE in one.location  # a value of its own
-            if not folded and not constraint:
+            if not folded(one, constants) and not constraint:
                 spikes.append((kernels.positions.get(one.tag, 0), one.after))
         return collectives, spikes
 

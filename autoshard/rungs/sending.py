@@ -1,4 +1,4 @@
-"""What a compiler sends for one collective that the partitioner put.
+"""What a compiler sends for the collectives that the partitioner put.
 
 XLA's partitioner takes apart what Shardy's says in one (seen with jaxlib 0.10.2 and 0.12.0.1 for
 CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compilers-send-them.md).
@@ -31,7 +31,7 @@ def sent_in_step(
     Args:
       sizes: of the mesh axes.
     """
-    made = [(one, each) for one in communication for each in sent(one, sizes, constants)]
+    made = [(one, each) for one in communication for each in _sent(one, sizes, constants)]
     return _combined(made) if constants.combines_sums else made
 
 
@@ -56,12 +56,15 @@ def _combined(made: list[tuple[Communication, Sent]]) -> list[tuple[Communicatio
     return found
 
 
-def sent(one: Communication, sizes: dict[str, int], constants: Constants) -> list[Sent]:
-    """The collectives that a compiler makes of one, in order; none where it is folded into another.
+def folded(one: Communication, constants: Constants) -> bool:
+    """Whether a compiler adds before it sends, so that this sum goes with an earlier one."""
+    return one.sum is not None and one.sum.added and constants.folds_sums
 
-    Args:
-      sizes: of the mesh axes.
-    """
+
+def _sent(one: Communication, sizes: dict[str, int], constants: Constants) -> list[Sent]:
+    """The collectives that a compiler makes of one, in order; none where it is folded."""
+    if folded(one, constants):
+        return []
     if one.sum is not None:
         return _summed(one, one.sum, sizes, constants)
     kind = "all_gather" if one.kind == "sharded_to_unreduced" else one.kind
@@ -83,8 +86,6 @@ def _gathered(one: Communication, sizes: dict[str, int]) -> list[Sent]:
 def _summed(one: Communication, of: Sum, sizes: dict[str, int], constants: Constants) -> list[Sent]:
     """A product is summed first over what its result is divided by afterwards, then the part that a
     device keeps over the rest. Other sums are reduced whole, unless that is all there is."""
-    if of.added and constants.folds_sums:
-        return []
     cut = tuple(axis for dim in of.cut for axis in dim)
     every, whole = set(one.axes), one.before
     kind = "all_reduce"
