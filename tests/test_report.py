@@ -189,10 +189,20 @@ def test_what_the_winner_s_prediction_leaves_out_or_assumes_is_told(searched):
     assert not any("another one's" in line for line in lines)
 
 
-def test_warnings_of_the_partitioner_are_told(searched):
+def test_warnings_of_the_partitioner_are_told_beside_their_layout(searched):
     warned = estimate(warnings=("full rematerialization of dot", "and another"))
-    text = describe(planned(searched, [trial("FSDP", compiled=warned)]))
-    assert "warned of 2 bad reshards, first: full rematerialization of dot" in text
+    trials = [
+        trial("FSDP", compiled=estimate()),
+        trial("replicated", compute={}, compiled=warned),
+    ]
+    lines = describe(planned(searched, trials, ranking=(0, 1))).splitlines()
+    first = lines.index("Bad reshards that the partitioner warned of:")
+    assert lines[first + 1 : first + 3] == [
+        "   2 full rematerialization of dot",
+        "   2 and another",
+    ]
+    quiet = describe(planned(searched, [trial("FSDP", compiled=estimate())]))
+    assert "Bad reshards" not in quiet
 
 
 def test_why_the_winner_wins(searched):

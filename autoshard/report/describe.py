@@ -37,12 +37,15 @@ def describe(plan: "Plan") -> str:
     rows: list[tuple[str, ...]] = [_HEAD]
     rules: list[str] = []
     dropped: dict[str, None] = {}
+    warned: dict[str, None] = {}
     for number, trial in enumerate(shown, 1):
         rows.append(_row(number, trial, shown[0]))
         name = trial.baseline or "found"
         rules.append(f"  {number:>2} {name}: {rules_in_words(trial.candidate.layout)}")
         for sentence in trial.estimate.dropped if trial.estimate else ():
             dropped.setdefault(f"  {number:>2} {sentence}")
+        for warning in trial.compiled.warnings if isinstance(trial.compiled, Estimate) else ():
+            warned.setdefault(f"  {number:>2} {warning}")
         failure = trial.failure
         if failure is not None:
             rules.append(
@@ -53,6 +56,7 @@ def describe(plan: "Plan") -> str:
         lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
     lines += ["", "Rules:", *rules]
     lines += _listed("Dropped for divisibility:", list(dropped))
+    lines += _listed("Bad reshards that the partitioner warned of:", list(warned))
     if plan.trial is not None and plan.trial.estimate is not None:
         lines += _told(plan.trial.estimate)
     lines += ["", explain(plan), numerics(plan)]
@@ -66,14 +70,6 @@ def describe(plan: "Plan") -> str:
             f" {seconds(sum(d.communication_s for d in devices) / n)}, idle"
             f" {seconds(sum(d.idle_s for d in devices) / n)}."
         )
-    warned = [
-        w
-        for t in shown
-        if t.compiled and isinstance(t.compiled, Estimate)
-        for w in t.compiled.warnings
-    ]
-    if warned:
-        lines.append(f"The partitioner warned of {len(warned)} bad reshards, first: {warned[0]}")
     lines += [f"Note: {note}" for note in evidence.notes]
     counts = [
         f"{evidence.candidates} candidates",
