@@ -105,6 +105,51 @@ def test_sums_as_compiled_for_cpu(compute: dict, storage: dict) -> None:
     assert sums(judged(of, layout, CPU)) == sums(compiled(of, layout))
 
 
+PATCH, CHANNELS, FEATURES, SIDE = 4, 32, 512, 16  # whole tiles of a TPU, divided too
+
+
+def patches() -> Workload:
+    """The gradient of the kernel is a convolution whose features are the batch."""
+
+    def loss(params, batch):
+        found = jax.lax.conv_general_dilated(
+            batch["x"],
+            params["kernel"],
+            (PATCH, PATCH),
+            "VALID",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        return jnp.mean((jnp.tanh(found) - batch["y"]) ** 2)
+
+    return train(
+        loss,
+        lambda: {"kernel": normal(0, PATCH, PATCH, CHANNELS, FEATURES)},
+        {
+            "x": shaped(BATCH, SIDE, SIDE, CHANNELS),
+            "y": shaped(BATCH, SIDE // PATCH, SIDE // PATCH, FEATURES),
+        },
+    )
+
+
+OUT, IN, ROWS = f"kernel[3]:{FEATURES}", f"kernel[2]:{CHANNELS}", f"kernel[0]:{PATCH}"
+CONVOLVED = [
+    ({"batch": XYZ}, {}),
+    ({"batch": XYZ}, {OUT: X}),
+    ({"batch": XYZ}, {OUT: XY}),
+    ({"batch": XYZ}, {IN: X, OUT: ("z",)}),
+    ({"batch": XYZ}, {ROWS: ("y",)}),
+    ({"batch": XY, OUT: ("z",)}, {OUT: ("z",), IN: X}),
+    ({"batch": XY, IN: ("z",)}, {IN: ("z",), OUT: X}),
+]
+
+
+@pytest.mark.parametrize(("compute", "storage"), CONVOLVED)
+def test_sums_of_convolutions_as_compiled_for_cpu(compute: dict, storage: dict) -> None:
+    of = analyse(patches())
+    layout = of.space.layout(MESH, compute, compute | storage)
+    assert sums(judged(of, layout, CPU)) == sums(compiled(of, layout))
+
+
 def branches() -> Workload:
     """Three products of one activation: backward, three sums of its gradient are added up."""
 
@@ -183,6 +228,20 @@ def test_sums_of_products_as_compiled_elsewhere(
     there = find_target(name)
     of = analyse(dense(bias=False))
     layout = Layout(mesh=MESH, compute=(("batch", XYZ),), storage=tuple(storage.items()))
+    predicted = judged(of, layout, cost_model(there))
+    assert sums(predicted) == sums(compiled_elsewhere(of, layout, there, tmp_path))
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("platform", "name"), [("cuda", "h100:1x8"), ("tpu", "v5e:2x4")])
+@pytest.mark.parametrize(("compute", "storage"), CONVOLVED)
+def test_sums_of_convolutions_as_compiled_elsewhere(
+    platform: str, name: str, compute: dict, storage: dict, tmp_path: pathlib.Path
+) -> None:
+    needs(platform)
+    there = find_target(name)
+    of = analyse(patches())
+    layout = of.space.layout(MESH, compute, compute | storage)
     predicted = judged(of, layout, cost_model(there))
     assert sums(predicted) == sums(compiled_elsewhere(of, layout, there, tmp_path))
 
