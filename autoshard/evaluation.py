@@ -50,10 +50,15 @@ class Evaluation:
             compute=rules({a: compute[b] for a, b in names.items() if b in compute}),
             storage=rules({a: storage[b] for a, b in names.items() if b in storage}),
             occurrences=layout.occurrences,
-            small_whole=layout.small_whole,
+            whole=layout.whole,
         )
+        sites = analysis.sites
         specs = resolve(
-            program, analysis.axes, grouped(analysis.axes, analysis.sites.sites), usable
+            program,
+            analysis.axes,
+            grouped(analysis.axes, sites.sites),
+            usable,
+            used_leaves=sites.used_leaves,
         )
         mesh = plan.mesh
         count = len(program.state)

@@ -4,6 +4,9 @@ A value is *storage* when it is computed from the state alone, or when it reache
 through operations that neither contract nor reduce (sums of gradients, casts, optimizer
 arithmetic), or when it is computed elementwise from such values alone. Everything else is
 *compute*. No name and no shape of any model is looked at.
+
+Of the state, and of what is computed from it alone, that is *used* of which compute values are
+made: parameters on their way to activations, but no moments of an optimizer.
 """
 
 import math
@@ -60,14 +63,15 @@ _RESIZES = frozenset(
         "split",
     ]
 )
-STATE, BATCH, STORAGE = 1, 2, 4
+STATE, BATCH, STORAGE, USED = 1, 2, 4, 8
 
 
 class Flow:
     """Flags of every variable of a step, those of inner jaxprs included.
 
     Attributes:
-      flags: variable -> STATE (depends on the state), BATCH (depends on the batch), STORAGE.
+      flags: variable -> STATE (depends on the state), BATCH (depends on the batch), STORAGE,
+        USED.
     """
 
     def __init__(self, closed: jaxprs.ClosedJaxpr, state_count: int, returned: int):
@@ -84,6 +88,7 @@ class Flow:
             if flags == STATE:
                 self.flags[var] = flags | STORAGE
         self._elementwise(jaxpr)
+        self._mark_used(jaxpr, [False] * count)
         del self._into_state
 
     def of(self, var: jaxprs.Atom) -> int:
@@ -94,6 +99,9 @@ class Flow:
 
     def state_only(self, var: jaxprs.Atom) -> bool:
         return self.of(var) & (STATE | BATCH) == STATE
+
+    def used(self, var: jaxprs.Atom) -> bool:
+        return bool(self.of(var) & USED)
 
     def _forward(self, jaxpr: jaxprs.Jaxpr, ins: Sequence[int]) -> list[int]:
         """Taints: what each value depends on."""
@@ -184,6 +192,36 @@ class Flow:
                 for out in eqn.outvars:
                     if any(_passes(eqn, v) for v in arrays):
                         self.flags[out] |= STORAGE
+
+    def _mark_used(self, jaxpr: jaxprs.Jaxpr, outs: Sequence[bool]) -> list[bool]:
+        """Marks the state, and what is computed from it alone, that compute values are made of."""
+        for v, flag in zip(jaxpr.outvars, outs, strict=True):
+            if flag:
+                self._use(v)
+        for eqn in reversed(jaxpr.eqns):
+            inner = inner_links(eqn)
+            for body, operands, results, carries in inner:
+                wanted = [o is not None and self.used(eqn.outvars[o]) for o in results]
+                while True:
+                    needed = self._mark_used(body, wanted)
+                    grown = list(wanted)
+                    for o, i in carries:
+                        grown[o] |= needed[i]
+                    if grown == wanted:
+                        break
+                    wanted = grown
+                for operand, flag in zip(operands, needed, strict=True):
+                    if flag and operand is not None:
+                        self._use(eqn.invars[operand])
+            if not inner and any(not self.storage(v) or self.used(v) for v in eqn.outvars):
+                for v in eqn.invars:
+                    self._use(v)
+        return [self.used(v) for v in jaxpr.invars]
+
+    def _use(self, var: jaxprs.Atom) -> None:
+        """An array; a number made of the state, such as a norm, is no use of what it is made of."""
+        if self.state_only(var) and bool(getattr(var.aval, "shape", ())):
+            self.flags[var] |= USED
 
 
 def _passes(eqn: jaxprs.JaxprEqn, operand: jaxprs.Atom) -> bool:

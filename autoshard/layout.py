@@ -36,6 +36,17 @@ class Wording(enum.StrEnum):
     ALL = "all"  # at every site
 
 
+class Whole(enum.StrEnum):
+    """Which arrays of the state take compute rules at rest too; each holds those before it.
+
+    Where only storage rules would divide them they stay whole, and need no gathering.
+    """
+
+    NOTHING = "nothing"
+    SMALL = "small"  # the smallest, at most a hundredth of the state (`small.small_elements`)
+    USED = "used"  # what compute values are made of, parameters: ZeRO-1 divides moments alone
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How a program is spread over devices.
@@ -46,9 +57,7 @@ class Layout:
       storage: rules for storage sites (state, gradients, optimizer arithmetic).
       occurrences: for a tensor group that holds a logical axis twice, which occurrence is
         sharded: (group name, 0 or 1); groups left out shard occurrence 0.
-      small_whole: the smallest arrays of the state, at most a hundredth of it in all
-        (`small.small_elements`), take compute rules at rest too: where only storage rules would
-        divide them they stay whole, and need no gathering.
+      whole: which arrays of the state take compute rules at rest too.
       as_written: keep the user's own sharding constraints and add none; the rules are then empty.
       wording: how many constraints put it into the program.
     """
@@ -57,7 +66,7 @@ class Layout:
     compute: Rules = ()
     storage: Rules = ()
     occurrences: tuple[tuple[str, int], ...] = ()
-    small_whole: bool = False
+    whole: Whole = Whole.NOTHING
     as_written: bool = False
     wording: Wording = Wording.LEAN
 
@@ -112,7 +121,7 @@ class Layout:
             compute=rules(compute),
             storage=rules(storage),
             occurrences=tuple(sorted((g, o) for g, o in self.occurrences if o)),
-            small_whole=self.small_whole and rules(storage) != rules(compute),
+            whole=self.whole if rules(storage) != rules(compute) else Whole.NOTHING,
             as_written=self.as_written,
             wording=Wording.LEAN if self.as_written or not keep else self.wording,
         )
@@ -145,7 +154,7 @@ class Layout:
             "compute": {axis: list(to) for axis, to in self.compute},
             "storage": {axis: list(to) for axis, to in self.storage},
             "occurrences": dict(self.occurrences),
-            **({"small_whole": True} if self.small_whole else {}),
+            **({"whole": str(self.whole)} if self.whole != "nothing" else {}),
             "as_written": self.as_written,
             **({"wording": str(self.wording)} if self.wording != "lean" else {}),
         }
@@ -165,12 +174,17 @@ class Layout:
                 compute=rules(data["compute"]),
                 storage=rules(data["storage"]),
                 occurrences=tuple(sorted((str(g), int(o)) for g, o in data["occurrences"].items())),
-                small_whole=bool(data.get("small_whole", False)),
+                whole=_whole(data),
                 as_written=bool(data["as_written"]),
                 wording=Wording(data.get("wording", "lean")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LayoutError(f"not a layout: {error!r} in {json.dumps(data)[:200]}") from error
+
+
+def _whole(data: Mapping[str, object]) -> Whole:
+    """Of a layout's JSON; until 0.1 it said `small_whole`, true or false."""
+    return Whole(str(data.get("whole", "small" if data.get("small_whole") else "nothing")))
 
 
 def _adjacent(to: tuple[str, ...], first: str, second: str) -> bool:

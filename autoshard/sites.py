@@ -94,6 +94,7 @@ class Site:
     Attributes:
       index: the number in its tag.
       storage: whether it takes storage rules; the others take compute rules.
+      used: of those that take storage rules, what is made of the state alone for compute values.
       batch_first: where the batch and another axis ask for one mesh axis, the batch has it. Not so
         in products that go to the parameters: tokens go to where experts lie, and come back.
       passing: an activation on its way into a product; it takes a constraint only where the layout
@@ -108,6 +109,7 @@ class Site:
     index: int
     place: Place
     storage: bool
+    used: bool = False
     batch_first: bool = True
     passing: bool = False
     owned: tuple[int, ...] = ()
@@ -132,10 +134,13 @@ class SiteMap:
 
     Attributes:
       sites: all of them, by index.
+      used_leaves: the leaves of the state that compute values are made of, by index: parameters.
     """
 
-    def __init__(self, closed: jaxprs.ClosedJaxpr, flow: Flow):
+    def __init__(self, closed: jaxprs.ClosedJaxpr, flow: Flow, state_count: int):
         self.sites: list[Site] = []
+        state = closed.jaxpr.invars[:state_count]
+        self.used_leaves = frozenset(i for i, v in enumerate(state) if flow.used(v))
         self._closed = closed
         self._flow = flow
         # Per jaxpr (by identity): sites on its entry values, on operands, and on results.
@@ -161,6 +166,7 @@ class SiteMap:
                 index=index,
                 place=place,
                 storage=storage,
+                used=storage and self._flow.used(var),
                 batch_first=batch_first,
                 passing=passing,
                 owned=tuple(owned),
@@ -320,7 +326,7 @@ def find_sites(closed: jaxprs.ClosedJaxpr, state_count: int, returned: int) -> S
       state_count: the first so many inputs are the state.
       returned: the first so many outputs are the new state.
     """
-    return SiteMap(closed, Flow(closed, state_count, returned))
+    return SiteMap(closed, Flow(closed, state_count, returned), state_count)
 
 
 def _only_transposed(jaxpr: jaxprs.Jaxpr) -> set[jaxprs.Var]:

@@ -1,6 +1,7 @@
 """The space of one program on one target: enumerate, sample, neighbours, contains."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from autoshard.axes import Axes, LogicalAxis
 from autoshard.errors import LayoutError
 from autoshard.fix import unfit
-from autoshard.layout import Candidate, Layout, MeshShape, Spec, rules
+from autoshard.layout import Candidate, Layout, MeshShape, Spec, Whole, rules
 from autoshard.meshes import MAX_MESH_AXES
 from autoshard.program import Program
 from autoshard.sites import Site
@@ -29,6 +30,7 @@ class Space:
     Attributes:
       meshes: allowed mesh shapes.
       pinned: logical axis -> mesh axes, for compute and storage, as the user fixed them.
+      used_leaves: the state leaves that `Whole.USED` speaks of, by index.
       fixed_leaves: state leaf index -> spec, as the user fixed them.
       written: the step as its author wrote it, where it has constraints on a mesh of this size.
     """
@@ -37,11 +39,14 @@ class Space:
     axes: Axes
     sites: tuple[Site, ...]
     meshes: tuple[MeshShape, ...]
+    used_leaves: frozenset[int] = frozenset()
     pinned: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fixed_leaves: tuple[tuple[int, Spec], ...] = ()
     written: Written | None = None
-    # The logical axes of each array that `Layout.small_whole` speaks of.
-    _small: tuple[frozenset[str], ...] = dataclasses.field(init=False, repr=False)
+    # The logical axes of each array that `Layout.whole` speaks of, more with each level.
+    _held: dict[Whole, frozenset[frozenset[str]]] = dataclasses.field(
+        init=False, repr=False, compare=False
+    )
     _groups: SiteGroups = dataclasses.field(init=False, repr=False, compare=False)
     # Of the layouts last asked for: a layout is asked about several times in a row.
     _specs: dict[Layout, Specs] = dataclasses.field(
@@ -49,11 +54,18 @@ class Space:
     )
 
     def __post_init__(self) -> None:
-        small = small_leaves(self.program, self.axes)
+        small = frozenset(small_leaves(self.program, self.axes))
         fixed = {i for i, _ in self.fixed_leaves}
-        held = [self.axes.inputs[i] for i in small if i not in fixed]
-        found = {frozenset(a for dim in dims for a, _ in dim if a is not None) for dims in held}
-        object.__setattr__(self, "_small", tuple(found))
+        levels = {Whole.NOTHING: frozenset[int](), Whole.SMALL: small}
+        levels[Whole.USED] = small | self.used_leaves
+        held = {
+            whole: frozenset(
+                frozenset(a for dim in self.axes.inputs[i] for a, _ in dim if a is not None)
+                for i in leaves - fixed
+            )
+            for whole, leaves in levels.items()
+        }
+        object.__setattr__(self, "_held", held)
         object.__setattr__(self, "_groups", grouped(self.axes, self.sites))
 
     @property
@@ -82,8 +94,14 @@ class Space:
         if layout not in self._specs:
             if len(self._specs) >= _KEPT_SPECS:
                 del self._specs[next(iter(self._specs))]
-            fixed = dict(self.fixed_leaves)
-            self._specs[layout] = resolve(self.program, self.axes, self._groups, layout, fixed)
+            self._specs[layout] = resolve(
+                self.program,
+                self.axes,
+                self._groups,
+                layout,
+                used_leaves=self.used_leaves,
+                fixed_leaves=dict(self.fixed_leaves),
+            )
         return self._specs[layout]
 
     def canonical(self, layout: Layout) -> Layout:
@@ -95,19 +113,23 @@ class Space:
         fixed = {m for _, to in self.pinned for m in to}
         fixed |= {m for _, spec in self.fixed_leaves for dim in spec for m in dim}
         fixed |= self._taken_in_part(layout)
-        if layout.small_whole and not self._differs(layout):
-            layout = dataclasses.replace(layout, small_whole=False)
+        layout = dataclasses.replace(layout, whole=self._least_whole(layout))
         found = layout.canonical(frozenset(fixed))
         only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
         if only is None or layout.as_written:
             return found
         return found.spread_over(only) or found
 
-    def _differs(self, layout: Layout) -> bool:
-        """Whether some small array has other rules at rest than in use."""
+    def _least_whole(self, layout: Layout) -> Whole:
+        """The first level at which the same arrays are affected: that have other rules at rest."""
+        if layout.whole is Whole.NOTHING:
+            return layout.whole
         compute, storage = dict(layout.compute), dict(layout.storage)
         other = {a for a in {*compute, *storage} if compute.get(a) != storage.get(a)}
-        return any(held & other for held in self._small)
+        affected = {
+            whole: {held for held in arrays if held & other} for whole, arrays in self._held.items()
+        }
+        return next(w for w in Whole if affected[w] == affected[layout.whole])
 
     def _taken_in_part(self, layout: Layout) -> set[str]:
         """Mesh axes of rules that divide some dimension only by a prefix: 6 by x=2 of x=2, y=4."""
@@ -132,7 +154,7 @@ class Space:
         compute: Mapping[str, tuple[str, ...]],
         storage: Mapping[str, tuple[str, ...]],
         occurrences: Mapping[str, int] | None = None,
-        small_whole: bool = False,
+        whole: Whole = Whole.NOTHING,
     ) -> Layout:
         """A canonical layout with the pinned rules put in."""
         names = {name for name, _ in mesh}
@@ -144,7 +166,22 @@ class Space:
                 compute=rules({**compute, **pinned}),
                 storage=rules({**storage, **{a: to for a, to in pinned.items() if a not in data}}),
                 occurrences=tuple(sorted((occurrences or {}).items())),
-                small_whole=small_whole,
+                whole=whole,
+            )
+        )
+
+    def effective(self, layout: Layout) -> Layout:
+        """The layout without the rules that shard nothing."""
+        idle = self.specs(layout).idle
+        spared = {
+            storage: {axis for of_storage, axis, _ in idle if of_storage == storage}
+            for storage in (False, True)
+        }
+        return self.canonical(
+            dataclasses.replace(
+                layout,
+                compute=tuple(rule for rule in layout.compute if rule[0] not in spared[False]),
+                storage=tuple(rule for rule in layout.storage if rule[0] not in spared[True]),
             )
         )
 
@@ -182,7 +219,7 @@ class Space:
                 return reason
         specs = self.specs(layout)
         if specs.idle:
-            return specs.idle[0]
+            return str(specs.idle[0])
         sizes = layout.sizes
         batch_rules = {
             a.name: dict(layout.compute)[a.name]
@@ -222,7 +259,7 @@ class Space:
                 n = len(self.options(axis, mesh))
                 one *= n if axis.is_data else n * n
             total += one
-        return 2 * total if self._small else total
+        return total * len({*self._held.values()})
 
     def enumerate(self) -> Iterator[Candidate]:
         """Every candidate of the space, each once."""
@@ -238,8 +275,8 @@ class Space:
                 compute = {a.name: c for a, (c, _) in zip(axes, picked, strict=True)}
                 pairs = zip(axes, picked, strict=True)
                 storage = {a.name: s for a, (_, s) in pairs if not a.is_data}
-                for small_whole in (False, True):
-                    layout = self.layout(mesh, compute, storage, small_whole=small_whole)
+                for whole in Whole:
+                    layout = self.layout(mesh, compute, storage, whole=whole)
                     if layout not in seen:
                         seen.add(layout)
                         candidate = self.candidate(layout)
@@ -258,7 +295,7 @@ class Space:
                 compute[axis.name] = to
                 if not axis.is_data:
                     storage[axis.name] = to if rng.random() < 0.6 else rng.choice(options)
-            layout = self.layout(mesh, compute, storage, small_whole=rng.random() < 0.5)
+            layout = self.layout(mesh, compute, storage, whole=rng.choice(list(Whole)))
             candidate = self.candidate(layout)
             if self.contains(candidate) is None:
                 return candidate
@@ -280,16 +317,17 @@ class Space:
                 yield self.candidate(near)
         for layout in (candidate.layout, *self._divided(candidate.layout)):
             for near in self._changed(layout):
-                near = self.canonical(
-                    dataclasses.replace(near, small_whole=near.small_whole ^ layout.small_whole)
-                )
+                near = self.canonical(near)
                 if near not in seen:
                     seen.add(near)
                     yield self.candidate(near)
 
     def _changed(self, layout: Layout) -> Iterator[Layout]:
-        """Layouts one decision away; `small_whole` of those says whether it was changed."""
-        yield dataclasses.replace(layout, small_whole=True)
+        """Layouts one decision away."""
+        for whole in Whole:
+            if whole is not layout.whole:
+                yield self.effective(dataclasses.replace(layout, whole=whole))
+        make = functools.partial(self.layout, whole=layout.whole)
         compute, storage = dict(layout.compute), dict(layout.storage)
         occurrences = dict(layout.occurrences)
         for axis in self.shardable():
@@ -299,8 +337,8 @@ class Space:
                 if to != old:
                     changed = {**compute, a: to}
                     if not axis.is_data:
-                        yield self.layout(layout.mesh, changed, storage, occurrences)
-                    yield self.layout(
+                        yield make(layout.mesh, changed, storage, occurrences)
+                    yield make(
                         layout.mesh,
                         changed,
                         storage if axis.is_data else {**storage, a: to},
@@ -316,15 +354,15 @@ class Space:
                             b: freed.get(b, was) if storage.get(b) == compute.get(b) else was
                             for b, was in {**storage, a: to}.items()
                         }
-                        yield self.layout(
+                        yield make(
                             layout.mesh, freed, storage if axis.is_data else both, occurrences
                         )
                 if to != kept and not axis.is_data:
-                    yield self.layout(layout.mesh, compute, {**storage, a: to}, occurrences)
+                    yield make(layout.mesh, compute, {**storage, a: to}, occurrences)
         for group, axis_name in self.axes.twice:
             if axis_name in compute or axis_name in storage:
                 flipped = {**occurrences, group: 1 - occurrences.get(group, 0)}
-                yield self.layout(layout.mesh, compute, storage, flipped)
+                yield make(layout.mesh, compute, storage, flipped)
 
     def _swapped(self, layout: Layout) -> Iterator[Layout]:
         """The same rules with two mesh axes over each other's links, where that matters."""

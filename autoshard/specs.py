@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from autoshard.axes import Axes, Dimensions
-from autoshard.layout import Layout, Spec, Wording
+from autoshard.layout import Layout, Spec, Whole, Wording
 from autoshard.program import Program
 from autoshard.sites import Site
 from autoshard.small import elements, loop_axes, small_elements
@@ -18,6 +18,18 @@ class SiteSpec:
 
     spec: Spec
     open: tuple[bool, ...]
+
+
+class Idle(NamedTuple):
+    """A rule of a layout that shards nothing."""
+
+    storage: bool
+    axis: str
+    to: tuple[str, ...]
+
+    def __str__(self) -> str:
+        kind = "storage" if self.storage else "compute"
+        return f"{kind} rule {self.axis} -> {', '.join(self.to)} shards nothing"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +49,7 @@ class Specs:
     outputs: tuple[Spec, ...]
     sites: dict[int, SiteSpec]
     dropped: tuple[str, ...]
-    idle: tuple[str, ...]
+    idle: tuple[Idle, ...]
     wording: Wording = Wording.LEAN
 
     def key(self) -> tuple[object, ...]:
@@ -50,12 +62,13 @@ class Asked(NamedTuple):
     """All that a layout's rules ask of a site.
 
     Attributes:
-      storage, batch_first, passing: as of the `Site`.
+      storage, used, batch_first, passing: as of the `Site`.
       looked_up: for a table on its way into a lookup, the dimensions of what is found; else ().
     """
 
     dims: Dimensions
     storage: bool
+    used: bool
     batch_first: bool
     passing: bool
     looked_up: Dimensions
@@ -72,7 +85,7 @@ def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
     for i, dims in axes.sites.items():
         site = by_index[i]
         looked_up = axes.sites.get(site.found, ())
-        asked = Asked(dims, site.storage, site.batch_first, site.passing, looked_up)
+        asked = Asked(dims, site.storage, site.used, site.batch_first, site.passing, looked_up)
         found.setdefault(asked, []).append(i)
     return {asked: tuple(indices) for asked, indices in found.items()}
 
@@ -98,7 +111,8 @@ class _Resolver:
         None too for a table of which a device looks up less than it would have to hold: there the
         compiler may send what is found, not the table.
         """
-        dims, storage, batch_first, passing, looked_up = asked
+        dims, storage, used, batch_first, passing, looked_up = asked
+        storage = storage and not (used and self.layout.whole is Whole.USED)
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:
             return None
@@ -210,21 +224,24 @@ def resolve(
     axes: Axes,
     sites: SiteGroups,
     layout: Layout,
+    used_leaves: frozenset[int] = frozenset(),
     fixed_leaves: Mapping[int, Spec] | None = None,
 ) -> Specs:
     """Applies a layout.
 
-    State leaves take storage rules (small ones compute rules, where the layout says so), batch
-    leaves compute rules. A batch leaf whose batch axis lies inside a larger dimension (gradient
-    accumulation splits it) is sharded along that dimension as a whole, so that each process feeds
-    its part.
+    State leaves take storage rules (small and used ones compute rules, where the layout says so),
+    batch leaves compute rules. A batch leaf whose batch axis lies inside a larger dimension
+    (gradient accumulation splits it) is sharded along that dimension as a whole, so that each
+    process feeds its part.
 
     Args:
       sites: as `grouped` says them.
+      used_leaves: the state leaves that `Whole.USED` speaks of, by index.
       fixed_leaves: the user's own spec for some state leaves, by index.
     """
     fixed = fixed_leaves or {}
-    small = small_elements(program, axes) if layout.small_whole else 0
+    small = small_elements(program, axes) if layout.whole is not Whole.NOTHING else 0
+    whole = used_leaves if layout.whole is Whole.USED else frozenset()
     resolver = _Resolver(layout, small, axes)
     count = len(program.state)
     inputs: list[Spec] = []
@@ -233,7 +250,7 @@ def resolve(
             inputs.append(fixed[i])
             continue
         dims = dims[: len(leaf.shape)]  # a PRNG key has one more dimension, of its words
-        found = resolver.leaf(dims, i < count, leaf.path)
+        found = resolver.leaf(dims, i < count and i not in whole, leaf.path)
         spec = found.spec
         if i >= count and not any(spec):
             spec = _whole_batch(resolver, axes, dims)
@@ -245,7 +262,7 @@ def resolve(
         if at_site and not all(at_site.open):
             placed.update(dict.fromkeys(indices, at_site))
     idle = [
-        f"{'storage' if storage else 'compute'} rule {axis} -> {', '.join(to)} shards nothing"
+        Idle(storage, axis, to)
         for storage, table in ((False, layout.compute), (True, layout.storage))
         for axis, to in table
         if (storage, axis) not in resolver.used

@@ -193,6 +193,7 @@ def make_subject(
         program=program,
         axes=analysis.axes,
         sites=tuple(analysis.sites.sites),
+        used_leaves=analysis.sites.used_leaves,
         meshes=meshes,
         pinned=pinned,
         fixed_leaves=leaves,

@@ -12,7 +12,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 
-from autoshard.layout import Candidate, Layout
+from autoshard.layout import Candidate, Layout, Whole
 from autoshard.space import Space
 from autoshard.strategy import Seen
 from autoshard.strategy.base import score
@@ -49,8 +49,8 @@ def draw(space: Space, choose: Choose) -> Candidate:
         compute[axis.name] = options[choose(f"compute {where}", tuple(options))]
         if not axis.is_data:
             storage[axis.name] = options[choose(f"storage {where}", tuple(options))]
-    small = choose("small arrays", ("sharded", "whole")) == "whole"
-    return space.candidate(space.layout(mesh, compute, storage, small_whole=small))
+    whole = Whole(choose("whole", tuple(Whole)))
+    return space.candidate(space.layout(mesh, compute, storage, whole=whole))
 
 
 def _written(names: tuple[str, ...]) -> str:
@@ -133,8 +133,8 @@ def parameters(space: Space, layout: Layout) -> tuple[Values, dict[str, BaseDist
         kind, _, rest = name.partition(" ")
         if kind == "mesh":
             wanted = _written(tuple(f"{n}={s}" for n, s in layout.mesh))
-        elif kind == "small":
-            wanted = "whole" if layout.small_whole else "sharded"
+        elif kind == "whole":
+            wanted = layout.whole
         else:
             axis = rest.rpartition(" on ")[0]
             wanted = _written((compute if kind == "compute" else storage).get(axis, ()))

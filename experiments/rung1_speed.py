@@ -66,6 +66,7 @@ def main(argv: list[str]) -> None:
         program=program,
         axes=analysis.axes,
         sites=tuple(analysis.sites.sites),
+        used_leaves=analysis.sites.used_leaves,
         meshes=tuple(mesh_shapes(_DEVICES.value, (), ordered=False)),
     )
     rng = random.Random(0)

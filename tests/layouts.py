@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from autoshard.layout import Layout, Wording, rules
+from autoshard.layout import Layout, Whole, Wording, rules
 
 AXES = ("batch", "embed", "mlp", "heads")
 NAMES = ("x", "y", "z", "w")
@@ -24,6 +24,6 @@ def layouts(
         compute=rules(draw(table)),
         storage=rules(draw(table)),
         occurrences=tuple(draw(twice).items()),
-        small_whole=draw(st.booleans()),
+        whole=draw(st.sampled_from(Whole)),
         wording=draw(st.sampled_from(Wording)),
     )

@@ -531,6 +531,32 @@ def adamw() -> Workload:
     return optax_state(chain)
 
 
+def momentum_layers() -> Workload:
+    """Stacked layers computed in bfloat16 and made anew backwards; SGD with momentum."""
+    shapes = {"a": (4, 64, 128), "b": (4, 128, 64)}
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["a"]) @ w["b"], None
+
+        low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        y, _ = jax.lax.scan(layer, x.astype(jnp.bfloat16), low)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    def init():
+        params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+        return {"params": params, "moments": jax.tree.map(jnp.zeros_like, params)}
+
+    def step(state, x):
+        value, grads = jax.value_and_grad(loss)(state["params"], x)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
+        params = jax.tree.map(lambda p, m: 0.99 * p - 0.1 * m, state["params"], moments)
+        return {"params": params, "moments": moments}, {"loss": value}
+
+    return Workload(step=step, init=init, batch=shaped(512, 64))
+
+
 def adafactor() -> Workload:
     return optax_state(optax.adafactor(1e-2))
 
@@ -693,6 +719,7 @@ EVERY: dict[str, Callable[[], Workload]] = {
         jit_called_six_times,
         key_in_state,
         adamw,
+        momentum_layers,
         adafactor,
         accumulated_adamw,
         bfloat16,

@@ -104,3 +104,33 @@ def test_values_inside_a_cond_and_a_nested_jit_are_told_apart() -> None:
     assert results(closed, "sin")
     assert all(flow.storage(v) for v in results(closed, "sin"))
     assert not any(flow.storage(v) for v in results(closed, "tanh"))
+
+
+def test_parameters_are_used_and_moments_and_decay_are_not() -> None:
+    def loss(w, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, w.astype(jnp.bfloat16))[0])
+
+    def step(w, moment, x):
+        moment = 0.9 * moment + jax.grad(loss)(w, x.astype(jnp.bfloat16))
+        norm = jnp.sqrt(jnp.sum(moment**2) + jnp.sum(jnp.sin(w) ** 2))
+        return w - jnp.tanh(moment) / norm - jnp.cos(w), moment, norm
+
+    stacked = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)
+    closed = jax.make_jaxpr(step)(stacked, stacked, X)
+    flow = Flow(closed, 2, 2)
+    parameter, moment, _ = closed.jaxpr.invars
+    assert flow.used(parameter) and not flow.used(moment)
+    casts = [v for v in results(closed, "convert_element_type") if v.aval.shape == (3, 8, 8)]
+    assert {flow.used(v) for v in casts if flow.state_only(v)} == {True}
+    assert not any(flow.used(v) for v in [*results(closed, "sin"), *results(closed, "cos")])
+    scans = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
+    slices = [
+        v
+        for scan in scans
+        for v in jaxprs.open_jaxpr(scan.params["jaxpr"]).invars
+        if v.aval.shape == (8, 8) and flow.state_only(v)
+    ]
+    assert slices and all(flow.used(v) for v in slices)

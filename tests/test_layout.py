@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import LayoutError
-from autoshard.layout import Candidate, Layout, rules
+from autoshard.layout import Candidate, Layout, Whole, rules
 from tests.layouts import AXES, layouts
 
 
@@ -81,7 +81,7 @@ def test_the_order_of_tables_changes_nothing(layout: Layout) -> None:
         compute=layout.compute[::-1],
         storage=layout.storage[::-1],
         occurrences=layout.occurrences[::-1],
-        small_whole=layout.small_whole,
+        whole=layout.whole,
         wording=layout.wording,
     )
     assert shuffled.canonical() == layout.canonical()
@@ -110,6 +110,17 @@ def test_merging_keeps_the_device_order() -> None:
     assert swapped.canonical() == swapped
     together = Layout(mesh=(("x", 4), ("y", 2)), compute=rules({"batch": ("x", "y")}))
     assert together.canonical().mesh == (("x", 8),)
+
+
+def test_the_name_that_small_arrays_whole_had_before_is_read() -> None:
+    old = {"mesh": [["x", 2]], "compute": {"batch": ["x"]}, "storage": {"embed": ["x"]}}
+    old |= {"occurrences": {}, "as_written": False}
+    assert Layout.from_json(old).whole is Whole.NOTHING
+    small = Layout.from_json({**old, "small_whole": True})
+    assert small.whole is Whole.SMALL
+    assert small.to_json() == {**old, "whole": "small"}
+    with pytest.raises(LayoutError, match="half"):
+        Layout.from_json({**old, "whole": "half"})
 
 
 @pytest.mark.parametrize(

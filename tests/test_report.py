@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autoshard.layout import Candidate, Layout, Wording, rules
+from autoshard.layout import Candidate, Layout, Whole, Wording, rules
 from autoshard.report import describe, explain, rules_in_words
 from autoshard.report.explain import numerics
 from autoshard.report.words import mebibytes, mesh_in_words, seconds, traffic_in_words
@@ -56,6 +56,20 @@ def test_rules(compute, storage, text):
     layout = Layout(mesh=MESH, compute=rules(compute), storage=rules(storage))
     assert rules_in_words(layout) == text
     assert mesh_in_words(layout) == "x=4 y=2"
+
+
+@pytest.mark.parametrize(
+    ("whole", "text"),
+    [
+        (Whole.NOTHING, "batch over x; store embed over x"),
+        (Whole.SMALL, "batch over x; store embed over x; small arrays as computed"),
+        (Whole.USED, "batch over x; store embed over x; parameters as computed"),
+    ],
+)
+def test_what_stays_whole_is_told(whole, text):
+    compute, storage = rules({"batch": "x"}), rules({"embed": "x"})
+    layout = Layout(mesh=MESH, compute=compute, storage=storage, whole=whole)
+    assert rules_in_words(layout) == text
 
 
 def test_other_words():

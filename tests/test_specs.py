@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from autoshard.layout import Layout, rules
+from autoshard.layout import Layout, Whole, rules
 from autoshard.small import small_elements
 from autoshard.specs import Specs, grouped, resolve
 from autoshard.strategy import baselines
@@ -187,7 +187,7 @@ def scaled_layers() -> Workload:
 def test_small_arrays_stay_whole_where_the_layout_says_so_and_are_not_gathered() -> None:
     of = analyse(scaled_layers())
     every, small = (baseline(of.space, name) for name in ("FSDP", "FSDP, small whole"))
-    assert small.small_whole and not every.small_whole
+    assert small.whole is Whole.SMALL and every.whole is Whole.NOTHING
     assert small_elements(of.analysis.program, of.analysis.axes) == 64  # of a layer, not of four
     a, b, scale = of.space.specs(small).inputs[:3]
     assert any(a) and any(b) and not any(scale)
@@ -210,3 +210,27 @@ def test_small_arrays_stay_whole_where_the_layout_says_so_and_are_not_gathered()
     }
     plain = subject("scanned_mlp").space
     assert "FSDP, small whole" not in {b.name for b in baselines(plain)}
+
+
+def test_with_parameters_as_computed_moments_alone_are_divided() -> None:
+    of = subject("momentum_layers")
+    data, fsdp, zero = (baseline(of.space, n) for n in ("data parallel", "FSDP", "ZeRO-1"))
+    assert zero.whole is Whole.USED
+    leaves = of.analysis.program.state
+    divided = [any(spec) for spec in of.space.specs(zero).inputs[: len(leaves)]]
+    assert divided == ["moments" in leaf.path for leaf in leaves]
+    parameters = sum(leaf.bytes for leaf in leaves) / 2
+    assert judge(of, zero).state_bytes == parameters + parameters / 8
+
+    def gathered(layout: Layout) -> float:
+        sent = (c for c in judge(of, layout).collectives if c.kind == "all_gather")
+        return sum(c.bytes * c.count for c in sent)
+
+    assert gathered(data) == 0
+    assert gathered(zero) == parameters  # once, after the update
+    assert gathered(fsdp) == 2 * parameters / 2  # bfloat16, for each layer forward and backward
+    assert judge(of, zero).flops < judge(of, data).flops  # each device updates its part alone
+    assert worst_error(of, run(of, zero), run_plain(of)) < 1e-4
+    near = {c.layout for c in of.space.neighbours(of.space.candidate(fsdp))}
+    assert zero in near
+    assert fsdp in {c.layout for c in of.space.neighbours(of.space.candidate(zero))}

@@ -1,6 +1,8 @@
 """Numbers and layouts in words."""
 
-from autoshard.layout import Layout, Wording
+from autoshard.layout import Layout, Whole, Wording
+
+_AT_REST = {Whole.SMALL: "small arrays as computed", Whole.USED: "parameters as computed"}
 
 
 def seconds(value: float | None) -> str:
@@ -43,8 +45,8 @@ def rules_in_words(layout: Layout) -> str:
     whole = [a for a in compute if a not in storage and not a.startswith("batch")]
     if whole:
         parts.append("store " + ", ".join(whole) + " whole")
-    if layout.small_whole:
-        parts.append("small arrays as computed")
+    if layout.whole is not Whole.NOTHING:
+        parts.append(_AT_REST[layout.whole])
     if layout.wording is not Wording.LEAN:
         parts.append(f"wording: {layout.wording}")
     parts += [f"occurrence {o} of {g}" for g, o in layout.occurrences]

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from autoshard.layout import Candidate, Layout, MeshShape
+from autoshard.layout import Candidate, Layout, MeshShape, Whole
 from autoshard.meshes import factorizations
 from autoshard.space import Space
 
@@ -20,7 +20,8 @@ class Baseline:
 def baselines(space: Space) -> tuple[Baseline, ...]:
     """Replicated, data parallel, FSDP, tensor parallel and FSDP x TP on every mesh, "as written".
 
-    FSDP comes twice: every array that divides is sharded, or all but the smallest. Where
+    FSDP comes three times: every array that divides is sharded, or all but the smallest, or all
+    but parameters: ZeRO-1 (Rajbhandari et al. 2020, section 5.1). Where
     activations meet parameters of their own (experts), expert parallelism too, alone and with FSDP.
 
     Those the space does not contain (a batch that does not divide, a fixed mesh of another shape)
@@ -49,7 +50,8 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         add("data parallel", space.layout(mesh, spread, {}))
         shards = _storage(space, count, every)
         add("FSDP", space.layout(mesh, spread, shards))
-        add("FSDP, small whole", space.layout(mesh, spread, shards, small_whole=True))
+        for name, whole in (("FSDP, small whole", Whole.SMALL), ("ZeRO-1", Whole.USED)):
+            add(name, space.effective(space.layout(mesh, spread, shards, whole=whole)))
         for cut in _tensor_axes(space, count):
             to = dict.fromkeys(cut, every)
             add("tensor parallel", space.layout(mesh, to, to))
@@ -58,11 +60,11 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         for cut in _tensor_axes(space, m):
             to = dict.fromkeys(cut, (model,))
             shards = dict.fromkeys(_storage(space, n, (data,), taken=cut), (data,))
-            add(
-                "FSDP x TP",
-                space.layout(mesh, {**dict.fromkeys(batch, (data,)), **to}, {**shards, **to}),
-            )
-            add("data x TP", space.layout(mesh, {**dict.fromkeys(batch, (data,)), **to}, to))
+            compute = {**dict.fromkeys(batch, (data,)), **to}
+            add("FSDP x TP", space.layout(mesh, compute, {**shards, **to}))
+            zero = space.layout(mesh, compute, {**shards, **to}, whole=Whole.USED)
+            add("ZeRO-1 x TP", space.effective(zero))
+            add("data x TP", space.layout(mesh, compute, to))
     owners = _owners(space)
     for mesh in [*meshes, *_two_axis_meshes(space, count)] if owners else ():
         every, (last, m) = tuple(name for name, _ in mesh), mesh[-1]

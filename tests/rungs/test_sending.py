@@ -19,7 +19,7 @@ from autoshard.subjects import Subject
 from autoshard.target import Target, find_target
 from autoshard.trial import Collective, Estimate
 from autoshard.workload import Workload
-from tests.analysed import CONSTANTS, analyse, propagator, target
+from tests.analysed import CONSTANTS, analyse, baseline, propagator, subject, target
 from tests.hardware import needs
 from tests.programs import normal, shaped, train
 
@@ -214,6 +214,16 @@ def test_sums_that_need_each_other_are_sent_apart() -> None:
     predicted = payloads(judged(of, layout, CPU))
     assert predicted == payloads(compiled(of, layout))
     assert predicted == [BATCH * EMBED * 4] * 5  # all but the gradient of the batch
+
+
+def test_zero_1_sends_what_is_compiled() -> None:
+    of = subject("momentum_layers")
+    layout = baseline(of.space, "ZeRO-1")
+    found = judged(of, layout, CPU), compiled(of, layout)
+    gathers, again = ([c for c in each if c.kind == "all_gather"] for each in found)
+    assert payloads(tuple(gathers)) == payloads(tuple(again)) == [4 * 64 * 128 * 4] * 2
+    counts, again = (collections.Counter(c.kind for c in e for _ in range(c.count)) for e in found)
+    assert counts == again  # not their bytes: XLA:CPU computes bfloat16 in float32
 
 
 @pytest.mark.deviceless

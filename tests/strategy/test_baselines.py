@@ -14,8 +14,10 @@ def test_a_gpt_has_all_of_them() -> None:
         "replicated",
         "data parallel",
         "FSDP",
+        "ZeRO-1",
         "tensor parallel",
         "FSDP x TP",
+        "ZeRO-1 x TP",
         "data x TP",
     }
     assert len({b.candidate for b in found}) == len(found)
