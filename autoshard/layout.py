@@ -37,14 +37,16 @@ class Wording(enum.StrEnum):
 
 
 class Whole(enum.StrEnum):
-    """Which arrays of the state take compute rules at rest too; each holds those before it.
+    """What takes compute rules before it is used; each holds what those before it do.
 
-    Where only storage rules would divide them they stay whole, and need no gathering.
+    Where only storage rules divide an array it is whole then: it is gathered less often, and takes
+    memory for longer. *Used* is what compute values are made of: parameters.
     """
 
-    NOTHING = "nothing"
-    SMALL = "small"  # the smallest, at most a hundredth of the state (`small.small_elements`)
-    USED = "used"  # what compute values are made of, parameters: ZeRO-1 divides moments alone
+    NOTHING = "nothing"  # everything is gathered where it is used, in each turn of a loop
+    SMALL = "small"  # the smallest arrays, a hundredth of the state at most: at rest too
+    ONCE = "once"  # used arrays from before the loops they go into: gathered once a step
+    USED = "used"  # used arrays at rest too: moments alone are divided (ZeRO-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class Layout:
       storage: rules for storage sites (state, gradients, optimizer arithmetic).
       occurrences: for a tensor group that holds a logical axis twice, which occurrence is
         sharded: (group name, 0 or 1); groups left out shard occurrence 0.
-      whole: which arrays of the state take compute rules at rest too.
+      whole: what takes compute rules before it is used.
       as_written: keep the user's own sharding constraints and add none; the rules are then empty.
       wording: how many constraints put it into the program.
     """

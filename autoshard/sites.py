@@ -87,6 +87,15 @@ class Place(enum.StrEnum):
     ENTRY = "entry"  # at the entry of a loop body
 
 
+class Used(enum.StrEnum):
+    """Where compute values are made of a value that comes from the state alone."""
+
+    NOWHERE = "nowhere"
+    OUTSIDE = "outside"  # it is made in the step's own jaxpr
+    ENTERING = "entering"  # it goes from there into a loop, or another inner jaxpr
+    INSIDE = "inside"  # it is made in an inner jaxpr
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """A value inside the step that takes a sharding constraint.
@@ -94,7 +103,7 @@ class Site:
     Attributes:
       index: the number in its tag.
       storage: whether it takes storage rules; the others take compute rules.
-      used: of those that take storage rules, what is made of the state alone for compute values.
+      used: of those that take storage rules, where they are made of the state for compute values.
       batch_first: where the batch and another axis ask for one mesh axis, the batch has it. Not so
         in products that go to the parameters: tokens go to where experts lie, and come back.
       passing: an activation on its way into a product; it takes a constraint only where the layout
@@ -109,7 +118,7 @@ class Site:
     index: int
     place: Place
     storage: bool
-    used: bool = False
+    used: Used = Used.NOWHERE
     batch_first: bool = True
     passing: bool = False
     owned: tuple[int, ...] = ()
@@ -159,6 +168,7 @@ class SiteMap:
         batch_first: bool = True,
         passing: bool = False,
         owned: Sequence[int] = (),
+        used: Used = Used.NOWHERE,
     ) -> int:
         index = len(self.sites)
         self.sites.append(
@@ -166,7 +176,7 @@ class SiteMap:
                 index=index,
                 place=place,
                 storage=storage,
-                used=storage and self._flow.used(var),
+                used=used if storage and self._flow.used(var) else Used.NOWHERE,
                 batch_first=batch_first,
                 passing=passing,
                 owned=tuple(owned),
@@ -193,8 +203,12 @@ class SiteMap:
             self._loops[id(jaxpr)] = loop
             for i, var in enumerate(jaxpr.invars):
                 if _worth(var) and flow.of(var):
-                    entries[i] = self._add(Place.ENTRY, var, flow.storage(var), loop)
+                    entries[i] = self._add(
+                        Place.ENTRY, var, flow.storage(var), loop, used=Used.INSIDE
+                    )
         passing: dict[jaxprs.Var, int] = {}
+        outermost = jaxpr is self._closed.jaxpr
+        entering: dict[jaxprs.Var, int] = {}
         # What lies as parameters do: what is made where they are, and what is made of that alone.
         at_parameters: set[jaxprs.Var] = set()
         returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
@@ -204,6 +218,13 @@ class SiteMap:
             links = inner_links(eqn)
             for body, *_ in links:
                 self._find(body, eqn if name in jaxprs.LOOPS else None)
+            for i, operand in enumerate(eqn.invars if outermost and links else ()):
+                if _worth(operand) and flow.used(operand):
+                    if operand not in entering:
+                        entering[operand] = self._add(
+                            Place.USE, operand, True, eqn, used=Used.ENTERING
+                        )
+                    uses[e, i] = entering[operand]
             mixes = any(not flow.state_only(v) and flow.of(v) for v in eqn.invars)
             if name in CONTRACTIONS or _enlarges(eqn) or (name == "gather" and mixes):
                 for i, operand in enumerate(eqn.invars):
@@ -244,7 +265,12 @@ class SiteMap:
                     continue  # its site comes after the transpose
                 if wanted and _worth(var) and flow.of(var):
                     results[e, o] = self._add(
-                        Place.RESULT, var, flow.storage(var), eqn, batch_first=not there
+                        Place.RESULT,
+                        var,
+                        flow.storage(var),
+                        eqn,
+                        batch_first=not there,
+                        used=Used.OUTSIDE if outermost else Used.INSIDE,
                     )
                     settled.add(var)
             if name == "gather" and (e, 0) in uses and (e, 0) in results:

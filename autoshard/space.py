@@ -13,7 +13,7 @@ from autoshard.fix import unfit
 from autoshard.layout import Candidate, Layout, MeshShape, Spec, Whole, rules
 from autoshard.meshes import MAX_MESH_AXES
 from autoshard.program import Program
-from autoshard.sites import Site
+from autoshard.sites import Site, Used
 from autoshard.small import small_leaves
 from autoshard.specs import SiteGroups, Specs, grouped, resolve
 from autoshard.written import Written
@@ -43,10 +43,11 @@ class Space:
     pinned: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fixed_leaves: tuple[tuple[int, Spec], ...] = ()
     written: Written | None = None
-    # The logical axes of each array that `Layout.whole` speaks of, more with each level.
-    _held: dict[Whole, frozenset[frozenset[str]]] = dataclasses.field(
-        init=False, repr=False, compare=False
-    )
+    # The logical axes of the small arrays of the state, and of the used ones that are not small.
+    _small: frozenset[frozenset[str]] = dataclasses.field(init=False, repr=False, compare=False)
+    _used: frozenset[frozenset[str]] = dataclasses.field(init=False, repr=False, compare=False)
+    # Whether used arrays go into loops.
+    _enters: bool = dataclasses.field(init=False, repr=False, compare=False)
     _groups: SiteGroups = dataclasses.field(init=False, repr=False, compare=False)
     # Of the layouts last asked for: a layout is asked about several times in a row.
     _specs: dict[Layout, Specs] = dataclasses.field(
@@ -54,18 +55,16 @@ class Space:
     )
 
     def __post_init__(self) -> None:
-        small = frozenset(small_leaves(self.program, self.axes))
         fixed = {i for i, _ in self.fixed_leaves}
-        levels = {Whole.NOTHING: frozenset[int](), Whole.SMALL: small}
-        levels[Whole.USED] = small | self.used_leaves
-        held = {
-            whole: frozenset(
+        small = frozenset(small_leaves(self.program, self.axes))
+        for name, leaves in (("_small", small), ("_used", self.used_leaves - small)):
+            held = frozenset(
                 frozenset(a for dim in self.axes.inputs[i] for a, _ in dim if a is not None)
                 for i in leaves - fixed
             )
-            for whole, leaves in levels.items()
-        }
-        object.__setattr__(self, "_held", held)
+            object.__setattr__(self, name, held)
+        enters = any(s.used is Used.ENTERING and s.index in self.axes.sites for s in self.sites)
+        object.__setattr__(self, "_enters", enters)
         object.__setattr__(self, "_groups", grouped(self.axes, self.sites))
 
     @property
@@ -121,15 +120,18 @@ class Space:
         return found.spread_over(only) or found
 
     def _least_whole(self, layout: Layout) -> Whole:
-        """The first level at which the same arrays are affected: that have other rules at rest."""
+        """The first level that says the same: nothing that a later one adds has other rules."""
         if layout.whole is Whole.NOTHING:
             return layout.whole
         compute, storage = dict(layout.compute), dict(layout.storage)
         other = {a for a in {*compute, *storage} if compute.get(a) != storage.get(a)}
-        affected = {
-            whole: {held for held in arrays if held & other} for whole, arrays in self._held.items()
-        }
-        return next(w for w in Whole if affected[w] == affected[layout.whole])
+        if layout.whole in self._levels() and any(held & other for held in self._used):
+            return layout.whole
+        return Whole.SMALL if any(held & other for held in self._small) else Whole.NOTHING
+
+    def _levels(self) -> list[Whole]:
+        """Those that may differ from each other here, beside `Whole.SMALL`."""
+        return [Whole.NOTHING, *([Whole.ONCE] if self._enters else []), Whole.USED]
 
     def _taken_in_part(self, layout: Layout) -> set[str]:
         """Mesh axes of rules that divide some dimension only by a prefix: 6 by x=2 of x=2, y=4."""
@@ -259,7 +261,8 @@ class Space:
                 n = len(self.options(axis, mesh))
                 one *= n if axis.is_data else n * n
             total += one
-        return total * len({*self._held.values()})
+        levels = len(self._levels()) if self._used else 1
+        return total * (levels + 1 if self._small else levels)
 
     def enumerate(self) -> Iterator[Candidate]:
         """Every candidate of the space, each once."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from autoshard.axes import Axes, Dimensions
 from autoshard.layout import Layout, Spec, Whole, Wording
 from autoshard.program import Program
-from autoshard.sites import Site
+from autoshard.sites import Site, Used
 from autoshard.small import elements, loop_axes, small_elements
 
 
@@ -68,7 +68,7 @@ class Asked(NamedTuple):
 
     dims: Dimensions
     storage: bool
-    used: bool
+    used: Used
     batch_first: bool
     passing: bool
     looked_up: Dimensions
@@ -88,6 +88,15 @@ def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
         asked = Asked(dims, site.storage, site.used, site.batch_first, site.passing, looked_up)
         found.setdefault(asked, []).append(i)
     return {asked: tuple(indices) for asked, indices in found.items()}
+
+
+_WHOLE_SITES: dict[Whole, frozenset[Used]] = {
+    Whole.NOTHING: frozenset(),
+    Whole.SMALL: frozenset(),
+    Whole.ONCE: frozenset({Used.ENTERING, Used.INSIDE}),
+    Whole.USED: frozenset({Used.OUTSIDE, Used.INSIDE}),
+}
+"""What takes compute rules though it is storage."""
 
 
 class _Resolver:
@@ -112,7 +121,9 @@ class _Resolver:
         compiler may send what is found, not the table.
         """
         dims, storage, used, batch_first, passing, looked_up = asked
-        storage = storage and not (used and self.layout.whole is Whole.USED)
+        if used is Used.ENTERING and self.layout.whole is not Whole.ONCE:
+            return None
+        storage = storage and used not in _WHOLE_SITES[self.layout.whole]
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:
             return None

@@ -63,6 +63,7 @@ def test_rules(compute, storage, text):
     [
         (Whole.NOTHING, "batch over x; store embed over x"),
         (Whole.SMALL, "batch over x; store embed over x; small arrays as computed"),
+        (Whole.ONCE, "batch over x; store embed over x; parameters gathered once"),
         (Whole.USED, "batch over x; store embed over x; parameters as computed"),
     ],
 )

@@ -1,5 +1,6 @@
 """A layout applied: what each input, output and site is sharded by, and what was dropped."""
 
+import dataclasses
 import math
 
 import jax
@@ -212,25 +213,41 @@ def test_small_arrays_stay_whole_where_the_layout_says_so_and_are_not_gathered()
     assert "FSDP, small whole" not in {b.name for b in baselines(plain)}
 
 
-def test_with_parameters_as_computed_moments_alone_are_divided() -> None:
+def test_parameters_are_gathered_once_a_step_or_only_after_the_update() -> None:
     of = subject("momentum_layers")
-    data, fsdp, zero = (baseline(of.space, n) for n in ("data parallel", "FSDP", "ZeRO-1"))
-    assert zero.whole is Whole.USED
+    names = ("data parallel", "FSDP", "FSDP, gathered once", "ZeRO-1")
+    data, fsdp, once, zero = (baseline(of.space, name) for name in names)
+    assert (once.whole, zero.whole) == (Whole.ONCE, Whole.USED)
     leaves = of.analysis.program.state
     divided = [any(spec) for spec in of.space.specs(zero).inputs[: len(leaves)]]
     assert divided == ["moments" in leaf.path for leaf in leaves]
+    assert all(any(spec) for spec in of.space.specs(once).inputs[: len(leaves)])
     parameters = sum(leaf.bytes for leaf in leaves) / 2
-    assert judge(of, zero).state_bytes == parameters + parameters / 8
+    found = {layout: judge(of, layout) for layout in (data, fsdp, once, zero)}
+    held = [found[layout].state_bytes / parameters for layout in (data, fsdp, once, zero)]
+    assert held == [2, 2 / 8, 2 / 8, 1 + 1 / 8]
 
     def gathered(layout: Layout) -> float:
-        sent = (c for c in judge(of, layout).collectives if c.kind == "all_gather")
+        sent = (c for c in found[layout].collectives if c.kind == "all_gather")
         return sum(c.bytes * c.count for c in sent)
 
     assert gathered(data) == 0
-    assert gathered(zero) == parameters  # once, after the update
     assert gathered(fsdp) == 2 * parameters / 2  # bfloat16, for each layer forward and backward
-    assert judge(of, zero).flops < judge(of, data).flops  # each device updates its part alone
-    assert worst_error(of, run(of, zero), run_plain(of)) < 1e-4
-    near = {c.layout for c in of.space.neighbours(of.space.candidate(fsdp))}
-    assert zero in near
-    assert fsdp in {c.layout for c in of.space.neighbours(of.space.candidate(zero))}
+    assert gathered(once) == parameters / 2  # as cast, before the loop
+    assert gathered(zero) == parameters  # after the update
+    peaks = [found[layout].peak_memory_bytes for layout in (fsdp, once, zero)]
+    assert peaks == sorted(peaks)
+    assert found[once].flops < found[data].flops  # each device updates its part alone
+    for layout in (once, zero):
+        assert worst_error(of, run(of, layout), run_plain(of)) < 1e-4
+    for layout in (fsdp, once, zero):
+        near = {c.layout for c in of.space.neighbours(of.space.candidate(layout))}
+        assert {fsdp, once, zero} - near == {layout}
+
+
+def test_a_step_without_loops_has_nothing_to_gather_once() -> None:
+    space = subject("adamw").space
+    fsdp = baseline(space, "FSDP")
+    once = space.canonical(dataclasses.replace(fsdp, whole=Whole.ONCE))
+    assert once.whole is not Whole.ONCE
+    assert baseline(space, "ZeRO-1").whole is Whole.USED

@@ -2,7 +2,11 @@
 
 from autoshard.layout import Layout, Whole, Wording
 
-_AT_REST = {Whole.SMALL: "small arrays as computed", Whole.USED: "parameters as computed"}
+_WHOLE = {
+    Whole.SMALL: "small arrays as computed",
+    Whole.ONCE: "parameters gathered once",
+    Whole.USED: "parameters as computed",
+}
 
 
 def seconds(value: float | None) -> str:
@@ -46,7 +50,7 @@ def rules_in_words(layout: Layout) -> str:
     if whole:
         parts.append("store " + ", ".join(whole) + " whole")
     if layout.whole is not Whole.NOTHING:
-        parts.append(_AT_REST[layout.whole])
+        parts.append(_WHOLE[layout.whole])
     if layout.wording is not Wording.LEAN:
         parts.append(f"wording: {layout.wording}")
     parts += [f"occurrence {o} of {g}" for g, o in layout.occurrences]

@@ -8,6 +8,12 @@ from autoshard.layout import Candidate, Layout, MeshShape, Whole
 from autoshard.meshes import factorizations
 from autoshard.space import Space
 
+_WHOLE = {
+    Whole.SMALL: "FSDP, small whole",
+    Whole.ONCE: "FSDP, gathered once",
+    Whole.USED: "ZeRO-1",
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
@@ -20,8 +26,9 @@ class Baseline:
 def baselines(space: Space) -> tuple[Baseline, ...]:
     """Replicated, data parallel, FSDP, tensor parallel and FSDP x TP on every mesh, "as written".
 
-    FSDP comes three times: every array that divides is sharded, or all but the smallest, or all
-    but parameters: ZeRO-1 (Rajbhandari et al. 2020, section 5.1). Where
+    FSDP comes four times: every array that divides is sharded; or all but the smallest; or so, but
+    parameters are gathered once a step (Megatron-LM's distributed optimizer keeps its float32
+    parameters so); or all but parameters: ZeRO-1 (Rajbhandari et al. 2020, section 5.1). Where
     activations meet parameters of their own (experts), expert parallelism too, alone and with FSDP.
 
     Those the space does not contain (a batch that does not divide, a fixed mesh of another shape)
@@ -50,7 +57,7 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         add("data parallel", space.layout(mesh, spread, {}))
         shards = _storage(space, count, every)
         add("FSDP", space.layout(mesh, spread, shards))
-        for name, whole in (("FSDP, small whole", Whole.SMALL), ("ZeRO-1", Whole.USED)):
+        for whole, name in _WHOLE.items():
             add(name, space.effective(space.layout(mesh, spread, shards, whole=whole)))
         for cut in _tensor_axes(space, count):
             to = dict.fromkeys(cut, every)
@@ -62,8 +69,8 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
             shards = dict.fromkeys(_storage(space, n, (data,), taken=cut), (data,))
             compute = {**dict.fromkeys(batch, (data,)), **to}
             add("FSDP x TP", space.layout(mesh, compute, {**shards, **to}))
-            zero = space.layout(mesh, compute, {**shards, **to}, whole=Whole.USED)
-            add("ZeRO-1 x TP", space.effective(zero))
+            once = space.layout(mesh, compute, {**shards, **to}, whole=Whole.ONCE)
+            add("FSDP x TP, gathered once", space.effective(once))
             add("data x TP", space.layout(mesh, compute, to))
     owners = _owners(space)
     for mesh in [*meshes, *_two_axis_meshes(space, count)] if owners else ():

@@ -216,14 +216,32 @@ def test_sums_that_need_each_other_are_sent_apart() -> None:
     assert predicted == [BATCH * EMBED * 4] * 5  # all but the gradient of the batch
 
 
-def test_zero_1_sends_what_is_compiled() -> None:
+@pytest.mark.parametrize("name", ["FSDP", "FSDP, gathered once", "ZeRO-1"])
+def test_collectives_of_divided_states_are_as_many_as_compiled(name: str) -> None:
     of = subject("momentum_layers")
-    layout = baseline(of.space, "ZeRO-1")
-    found = judged(of, layout, CPU), compiled(of, layout)
-    gathers, again = ([c for c in each if c.kind == "all_gather"] for each in found)
-    assert payloads(tuple(gathers)) == payloads(tuple(again)) == [4 * 64 * 128 * 4] * 2
-    counts, again = (collections.Counter(c.kind for c in e for _ in range(c.count)) for e in found)
+    layout = baseline(of.space, name)
+    counts, again = (
+        collections.Counter(c.kind for c in found for _ in range(c.count))
+        for found in (judged(of, layout, CPU), compiled(of, layout))
+    )
     assert counts == again  # not their bytes: XLA:CPU computes bfloat16 in float32
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("platform", "name"), [("cuda", "h100:1x8"), ("tpu", "v5e:2x4")])
+@pytest.mark.parametrize("baseline_name", ["FSDP", "FSDP, gathered once", "ZeRO-1"])
+def test_parameters_are_gathered_as_compiled_elsewhere(
+    platform: str, name: str, baseline_name: str, tmp_path: pathlib.Path
+) -> None:
+    needs(platform)
+    of, there = subject("momentum_layers"), find_target(name)
+    layout = baseline(of.space, baseline_name)
+
+    def gathered(collectives: tuple[Collective, ...]) -> int:
+        return sum(c.bytes * c.count for c in collectives if c.kind == "all_gather")
+
+    predicted = judged(of, layout, cost_model(there))
+    assert gathered(predicted) == gathered(compiled_elsewhere(of, layout, there, tmp_path))
 
 
 @pytest.mark.deviceless

@@ -14,10 +14,11 @@ def test_a_gpt_has_all_of_them() -> None:
         "replicated",
         "data parallel",
         "FSDP",
+        "FSDP, gathered once",
         "ZeRO-1",
         "tensor parallel",
         "FSDP x TP",
-        "ZeRO-1 x TP",
+        "FSDP x TP, gathered once",
         "data x TP",
     }
     assert len({b.candidate for b in found}) == len(found)
