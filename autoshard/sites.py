@@ -91,9 +91,9 @@ class Used(enum.StrEnum):
     """Where compute values are made of a value that comes from the state alone."""
 
     NOWHERE = "nowhere"
-    OUTSIDE = "outside"  # it is made in the step's own jaxpr
-    ENTERING = "entering"  # it goes from there into a loop, or another inner jaxpr
-    INSIDE = "inside"  # it is made in an inner jaxpr
+    OUTSIDE = "outside"  # it is made where everything runs once a step
+    ENTERING = "entering"  # it goes from there into a loop, or what is made anew backward
+    INSIDE = "inside"  # it is made in there
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class SiteMap:
         self._uses: dict[int, dict[tuple[int, int], int]] = {}
         self._results: dict[int, dict[tuple[int, int], int]] = {}
         self._loops: dict[int, jaxprs.JaxprEqn] = {}
-        self._find(closed.jaxpr, loop=None)
+        self._find(closed.jaxpr, None, once=True)
 
     def _add(
         self,
@@ -187,7 +187,13 @@ class SiteMap:
         )
         return index
 
-    def _find(self, jaxpr: jaxprs.Jaxpr, loop: jaxprs.JaxprEqn | None) -> None:
+    def _find(self, jaxpr: jaxprs.Jaxpr, loop: jaxprs.JaxprEqn | None, once: bool) -> None:
+        """Finds the sites of a jaxpr and of those inside it.
+
+        Args:
+          loop: the loop whose body it is.
+          once: it runs once a step.
+        """
         if id(jaxpr) in self._results:
             return
         flow = self._flow
@@ -207,7 +213,6 @@ class SiteMap:
                         Place.ENTRY, var, flow.storage(var), loop, used=Used.INSIDE
                     )
         passing: dict[jaxprs.Var, int] = {}
-        outermost = jaxpr is self._closed.jaxpr
         entering: dict[jaxprs.Var, int] = {}
         # What lies as parameters do: what is made where they are, and what is made of that alone.
         at_parameters: set[jaxprs.Var] = set()
@@ -217,8 +222,10 @@ class SiteMap:
             name = eqn.primitive.name
             links = inner_links(eqn)
             for body, *_ in links:
-                self._find(body, eqn if name in jaxprs.LOOPS else None)
-            for i, operand in enumerate(eqn.invars if outermost and links else ()):
+                self._find(
+                    body, eqn if name in jaxprs.LOOPS else None, once and name not in jaxprs.AGAIN
+                )
+            for i, operand in enumerate(eqn.invars if once and name in jaxprs.AGAIN else ()):
                 if _worth(operand) and flow.used(operand):
                     if operand not in entering:
                         entering[operand] = self._add(
@@ -270,7 +277,7 @@ class SiteMap:
                         flow.storage(var),
                         eqn,
                         batch_first=not there,
-                        used=Used.OUTSIDE if outermost else Used.INSIDE,
+                        used=Used.OUTSIDE if once else Used.INSIDE,
                     )
                     settled.add(var)
             if name == "gather" and (e, 0) in uses and (e, 0) in results:

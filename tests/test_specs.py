@@ -16,7 +16,7 @@ from autoshard.strategy import baselines
 from autoshard.workload import Workload
 from tests.analysed import analyse, baseline, judge, run, run_plain, subject, worst_error
 from tests.layouts import layouts
-from tests.programs import EMBED, MLP, normal, shaped, train
+from tests.programs import EMBED, EVERY, MLP, normal, shaped, train
 
 WORKLOADS = ("scanned_gpt", "equal_width_mlp", "gradient_accumulation", "rnn")
 
@@ -243,6 +243,49 @@ def test_parameters_are_gathered_once_a_step_or_only_after_the_update() -> None:
     for layout in (fsdp, once, zero):
         near = {c.layout for c in of.space.neighbours(of.space.candidate(layout))}
         assert {fsdp, once, zero} - near == {layout}
+
+
+def unrolled_layers() -> Workload:
+    """Layers in a Python loop, each made anew backwards."""
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["a"]) @ w["b"]
+
+        for w in params:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    def init():
+        return [{"a": normal(i, 64, 128), "b": normal(-i, 128, 64)} for i in range(3)]
+
+    return train(loss, init, shaped(512, 64))
+
+
+def jitted(workload: Workload) -> Workload:
+    return dataclasses.replace(workload, step=jax.jit(workload.step))
+
+
+@pytest.mark.parametrize(
+    ("workload", "bytes_once"),
+    [(jitted(EVERY["momentum_layers"]()), 4 * 64 * 128 * 2), (unrolled_layers(), 64 * 128 * 4)],
+)
+def test_parameters_are_gathered_once_where_jit_or_remat_is_around(
+    workload: Workload, bytes_once: int
+) -> None:
+    of = analyse(workload)
+    sent = {
+        name: [
+            c.bytes
+            for c in judge(of, baseline(of.space, name)).collectives
+            if c.kind == "all_gather"
+            for _ in range(c.count)
+        ]
+        for name in ("FSDP", "FSDP, gathered once")
+    }
+    assert set(sent["FSDP, gathered once"]) == {bytes_once}
+    assert sum(sent["FSDP, gathered once"]) == sum(sent["FSDP"]) / 2
 
 
 def test_a_step_without_loops_has_nothing_to_gather_once() -> None:

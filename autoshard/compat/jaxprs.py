@@ -41,6 +41,9 @@ CALLS = frozenset(
 
 LOOPS = frozenset({"scan", "while"})
 
+AGAIN = LOOPS | {"checkpoint", "remat", "remat2"}
+"""Primitives whose inner jaxprs run several times in a step, if only once more backward."""
+
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int | None, ClosedJaxpr | Jaxpr]]:
     """The jaxprs an equation of CALLS runs: (parameter name, index in a tuple or None, jaxpr).
