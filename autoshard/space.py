@@ -313,17 +313,20 @@ class Space:
         if candidate.layout.as_written:
             return
         seen = {candidate.layout}
-        for near in self._swapped(candidate.layout):
-            near = self.canonical(near)
-            if near not in seen:
-                seen.add(near)
-                yield self.candidate(near)
+        for swapped in self.swaps(candidate):
+            seen.add(swapped.layout)
+            yield swapped
         for layout in (candidate.layout, *self._divided(candidate.layout)):
             for near in self._changed(layout):
                 near = self.canonical(near)
                 if near not in seen:
                     seen.add(near)
                     yield self.candidate(near)
+
+    def swaps(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The first of the drafts: the same rules over other links, where links differ."""
+        layouts = dict.fromkeys(map(self.canonical, self._swapped(candidate.layout)))
+        return (self.candidate(layout) for layout in layouts if layout != candidate.layout)
 
     def _changed(self, layout: Layout) -> Iterator[Layout]:
         """Layouts one decision away."""

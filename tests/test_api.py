@@ -23,7 +23,15 @@ from tests import workloads
 from tests.workloads import lines, mlp, write_lines
 
 DEVICES = jax.devices()
-BASELINES = {"replicated", "data parallel", "FSDP", "tensor parallel", "FSDP x TP", "data x TP"}
+BASELINES = {
+    "replicated",
+    "data parallel",
+    "FSDP",
+    "ZeRO-1",
+    "tensor parallel",
+    "FSDP x TP",
+    "data x TP",
+}
 
 
 def until(searched, tmp_path, wanted):

@@ -45,6 +45,11 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
             seen.add(candidate.layout)
             found.append(Baseline(name=name, candidate=candidate))
 
+    def add_whole(name: str, layout: Layout) -> None:
+        effective = space.effective(layout)
+        if effective.whole is layout.whole:  # a level that says the same goes by its own name
+            add(name, effective)
+
     if space.written is not None:
         add("as written", Layout(mesh=space.written.specs.mesh, as_written=True))
     meshes = list(space.meshes)
@@ -56,9 +61,10 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         spread = dict.fromkeys(batch, every)
         add("data parallel", space.layout(mesh, spread, {}))
         shards = _storage(space, count, every)
-        add("FSDP", space.layout(mesh, spread, shards))
+        fsdp = space.layout(mesh, spread, shards)
+        add("FSDP", fsdp)
         for whole, name in _WHOLE.items():
-            add(name, space.effective(space.layout(mesh, spread, shards, whole=whole)))
+            add_whole(name, dataclasses.replace(fsdp, whole=whole))
         for cut in _tensor_axes(space, count):
             to = dict.fromkeys(cut, every)
             add("tensor parallel", space.layout(mesh, to, to))
@@ -68,9 +74,9 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
             to = dict.fromkeys(cut, (model,))
             shards = dict.fromkeys(_storage(space, n, (data,), taken=cut), (data,))
             compute = {**dict.fromkeys(batch, (data,)), **to}
-            add("FSDP x TP", space.layout(mesh, compute, {**shards, **to}))
-            once = space.layout(mesh, compute, {**shards, **to}, whole=Whole.ONCE)
-            add("FSDP x TP, gathered once", space.effective(once))
+            both = space.layout(mesh, compute, {**shards, **to})
+            add("FSDP x TP", both)
+            add_whole("FSDP x TP, gathered once", dataclasses.replace(both, whole=Whole.ONCE))
             add("data x TP", space.layout(mesh, compute, to))
     owners = _owners(space)
     for mesh in [*meshes, *_two_axis_meshes(space, count)] if owners else ():

@@ -24,7 +24,7 @@ class Beam:
         self.width, self.batch, self.explore = width, batch, explore
         self._memory_bytes = memory_bytes
         # Derived from the space; they save time and decide nothing.
-        self._neighbours: dict[Candidate, tuple[Candidate, ...]] = {}
+        self._neighbours: dict[Candidate, tuple[list[Candidate], list[Candidate]]] = {}
         self._contained: dict[Candidate, bool] = {}
 
     def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
@@ -45,8 +45,11 @@ class Beam:
                 break
         found: list[Candidate] = []
         for rank, seen in enumerate(best):
-            fresh = [c for c in self._near(space, seen.candidate) if c not in done]
-            rng.shuffle(fresh)
+            swaps, others = self._near(space, seen.candidate)
+            rest = [c for c in others if c not in done]
+            rng.shuffle(rest)
+            # Few, and they decide on which links all the rest lies.
+            fresh = [*(c for c in swaps if c not in done), *rest]
             share = max(4, (self.batch - self.explore) >> (rank + 1))
             for candidate in fresh:
                 if share == 0:
@@ -64,9 +67,12 @@ class Beam:
                 found.append(drawn)
         return tuple(found)
 
-    def _near(self, space: Space, candidate: Candidate) -> tuple[Candidate, ...]:
+    def _near(self, space: Space, candidate: Candidate) -> tuple[list[Candidate], list[Candidate]]:
+        """Drafts: swaps of mesh axes, and all others."""
         if candidate not in self._neighbours:
-            self._neighbours[candidate] = tuple(space.drafts(candidate))
+            drafts = list(space.drafts(candidate))
+            swaps = len(list(space.swaps(candidate)))
+            self._neighbours[candidate] = drafts[:swaps], drafts[swaps:]
         return self._neighbours[candidate]
 
     def _contains(self, space: Space, candidate: Candidate) -> bool:
