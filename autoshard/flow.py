@@ -6,7 +6,9 @@ arithmetic), or when it is computed elementwise from such values alone. Everythi
 *compute*. No name and no shape of any model is looked at.
 
 Of the state, and of what is computed from it alone, that is *used* of which compute values are
-made: parameters on their way to activations, but no moments of an optimizer.
+made: parameters on their way to activations, but no moments of an optimizer, unless it contracts
+them with gradients (Shampoo). In a step that scans whole optimizer steps nothing is used: there
+parameters depend on the batch.
 """
 
 import math
@@ -213,6 +215,9 @@ class Flow:
                 for operand, flag in zip(operands, needed, strict=True):
                     if flag and operand is not None:
                         self._use(eqn.invars[operand])
+            if eqn.primitive.name == "while":
+                for v in eqn.invars[: eqn.params["cond_nconsts"]]:
+                    self._use(v)
             if not inner and any(not self.storage(v) or self.used(v) for v in eqn.outvars):
                 for v in eqn.invars:
                     self._use(v)

@@ -37,10 +37,11 @@ class Wording(enum.StrEnum):
 
 
 class Whole(enum.StrEnum):
-    """What takes compute rules before it is used; each holds what those before it do.
+    """What takes compute rules before it is used, from the least memory to the fewest gathers.
 
     Where only storage rules divide an array it is whole then: it is gathered less often, and takes
-    memory for longer. *Used* is what compute values are made of: parameters.
+    memory for longer. *Used* is what compute values are made of: parameters. Leaves that the user
+    fixes stay as they are fixed.
     """
 
     NOTHING = "nothing"  # everything is gathered where it is used, in each turn of a loop

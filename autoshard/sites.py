@@ -157,7 +157,9 @@ class SiteMap:
         self._uses: dict[int, dict[tuple[int, int], int]] = {}
         self._results: dict[int, dict[tuple[int, int], int]] = {}
         self._loops: dict[int, jaxprs.JaxprEqn] = {}
-        self._find(closed.jaxpr, None, once=True)
+        self._again: set[int] = set()
+        _find_again(closed.jaxpr, False, self._again, set())
+        self._find(closed.jaxpr, None)
 
     def _add(
         self,
@@ -187,12 +189,11 @@ class SiteMap:
         )
         return index
 
-    def _find(self, jaxpr: jaxprs.Jaxpr, loop: jaxprs.JaxprEqn | None, once: bool) -> None:
+    def _find(self, jaxpr: jaxprs.Jaxpr, loop: jaxprs.JaxprEqn | None) -> None:
         """Finds the sites of a jaxpr and of those inside it.
 
         Args:
           loop: the loop whose body it is.
-          once: it runs once a step.
         """
         if id(jaxpr) in self._results:
             return
@@ -213,6 +214,7 @@ class SiteMap:
                         Place.ENTRY, var, flow.storage(var), loop, used=Used.INSIDE
                     )
         passing: dict[jaxprs.Var, int] = {}
+        once = id(jaxpr) not in self._again
         entering: dict[jaxprs.Var, int] = {}
         # What lies as parameters do: what is made where they are, and what is made of that alone.
         at_parameters: set[jaxprs.Var] = set()
@@ -222,16 +224,12 @@ class SiteMap:
             name = eqn.primitive.name
             links = inner_links(eqn)
             for body, *_ in links:
-                self._find(
-                    body, eqn if name in jaxprs.LOOPS else None, once and name not in jaxprs.AGAIN
-                )
-            for i, operand in enumerate(eqn.invars if once and name in jaxprs.AGAIN else ()):
-                if _worth(operand) and flow.used(operand):
-                    if operand not in entering:
-                        entering[operand] = self._add(
-                            Place.USE, operand, True, eqn, used=Used.ENTERING
-                        )
-                    uses[e, i] = entering[operand]
+                self._find(body, eqn if name in jaxprs.LOOPS else None)
+            for i in self._entering(eqn) if once else ():
+                operand = eqn.invars[i]
+                if operand not in entering:
+                    entering[operand] = self._add(Place.USE, operand, True, eqn, used=Used.ENTERING)
+                uses[e, i] = entering[operand]
             mixes = any(not flow.state_only(v) and flow.of(v) for v in eqn.invars)
             if name in CONTRACTIONS or _enlarges(eqn) or (name == "gather" and mixes):
                 for i, operand in enumerate(eqn.invars):
@@ -283,6 +281,25 @@ class SiteMap:
             if name == "gather" and (e, 0) in uses and (e, 0) in results:
                 table = uses[e, 0]
                 self.sites[table] = dataclasses.replace(self.sites[table], found=results[e, 0])
+
+    def _entering(self, eqn: jaxprs.JaxprEqn) -> list[int]:
+        """Operands that compute values are made of in an inner jaxpr that does not run once."""
+        links = inner_links(eqn)
+        if eqn.primitive.name not in jaxprs.AGAIN and not any(
+            id(body) in self._again for body, *_ in links
+        ):
+            return []
+        there = {
+            i
+            for body, operands, *_ in links
+            for i, v in zip(operands, body.invars, strict=True)
+            if i is not None and self._flow.used(v)
+        }
+        return [
+            i
+            for i, operand in enumerate(eqn.invars)
+            if _worth(operand) and self._flow.used(operand) and (i in there or not links)
+        ]
 
     def _goes_to_parameters(self, eqn: jaxprs.JaxprEqn) -> bool:
         """Whether a product has a batch dimension in common with a parameter or its gradient.
@@ -360,6 +377,20 @@ def find_sites(closed: jaxprs.ClosedJaxpr, state_count: int, returned: int) -> S
       returned: the first so many outputs are the new state.
     """
     return SiteMap(closed, Flow(closed, state_count, returned), state_count)
+
+
+def _find_again(
+    jaxpr: jaxprs.Jaxpr, again: bool, found: set[int], seen: set[tuple[int, bool]]
+) -> None:
+    """Adds to `found` every jaxpr inside that does not run once a step alone."""
+    if (id(jaxpr), again) in seen:
+        return
+    seen.add((id(jaxpr), again))
+    if again:
+        found.add(id(jaxpr))
+    for eqn in jaxpr.eqns:
+        for body, *_ in inner_links(eqn):
+            _find_again(body, again or eqn.primitive.name in jaxprs.AGAIN, found, seen)
 
 
 def _only_transposed(jaxpr: jaxprs.Jaxpr) -> set[jaxprs.Var]:

@@ -5,9 +5,9 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from autoshard.axes import Axes, LogicalAxis
+from autoshard.axes import Axes, Dimensions, LogicalAxis
 from autoshard.errors import LayoutError
 from autoshard.fix import unfit
 from autoshard.layout import Candidate, Layout, MeshShape, Spec, Whole, rules
@@ -15,7 +15,7 @@ from autoshard.meshes import MAX_MESH_AXES
 from autoshard.program import Program
 from autoshard.sites import Site, Used
 from autoshard.small import small_leaves
-from autoshard.specs import SiteGroups, Specs, grouped, resolve
+from autoshard.specs import Idle, SiteGroups, Specs, grouped, resolve
 from autoshard.written import Written
 
 _KEPT_SPECS = 64
@@ -43,11 +43,10 @@ class Space:
     pinned: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fixed_leaves: tuple[tuple[int, Spec], ...] = ()
     written: Written | None = None
-    # The logical axes of the small arrays of the state, and of the used ones that are not small.
-    _small: frozenset[frozenset[str]] = dataclasses.field(init=False, repr=False, compare=False)
-    _used: frozenset[frozenset[str]] = dataclasses.field(init=False, repr=False, compare=False)
-    # Whether used arrays go into loops.
-    _enters: bool = dataclasses.field(init=False, repr=False, compare=False)
+    # The logical axes of each array to which a level of `Layout.whole` gives other rules.
+    _held: dict[Whole, frozenset[frozenset[str]]] = dataclasses.field(
+        init=False, repr=False, compare=False
+    )
     _groups: SiteGroups = dataclasses.field(init=False, repr=False, compare=False)
     # Of the layouts last asked for: a layout is asked about several times in a row.
     _specs: dict[Layout, Specs] = dataclasses.field(
@@ -57,14 +56,18 @@ class Space:
     def __post_init__(self) -> None:
         fixed = {i for i, _ in self.fixed_leaves}
         small = frozenset(small_leaves(self.program, self.axes))
-        for name, leaves in (("_small", small), ("_used", self.used_leaves - small)):
-            held = frozenset(
-                frozenset(a for dim in self.axes.inputs[i] for a, _ in dim if a is not None)
-                for i in leaves - fixed
-            )
-            object.__setattr__(self, name, held)
-        enters = any(s.used is Used.ENTERING and s.index in self.axes.sites for s in self.sites)
-        object.__setattr__(self, "_enters", enters)
+        used: dict[Used, list[Dimensions]] = {where: [] for where in Used}
+        for site in self.sites:
+            used[site.used].append(self.axes.sites.get(site.index, ()))
+        held = {
+            Whole.SMALL: [self.axes.inputs[i] for i in small - fixed],
+            Whole.ONCE: used[Used.ENTERING],
+            Whole.USED: [self.axes.inputs[i] for i in self.used_leaves - small - fixed]
+            + used[Used.OUTSIDE]
+            + used[Used.INSIDE],
+        }
+        found = {whole: _axes_of(arrays) for whole, arrays in held.items()}
+        object.__setattr__(self, "_held", found)
         object.__setattr__(self, "_groups", grouped(self.axes, self.sites))
 
     @property
@@ -120,18 +123,19 @@ class Space:
         return found.spread_over(only) or found
 
     def _least_whole(self, layout: Layout) -> Whole:
-        """The first level that says the same: nothing that a later one adds has other rules."""
-        if layout.whole is Whole.NOTHING:
-            return layout.whole
+        """The level itself where it gives some array other rules, else the first that says so much.
+
+        `Whole.SMALL` alone is held by the others.
+        """
         compute, storage = dict(layout.compute), dict(layout.storage)
         other = {a for a in {*compute, *storage} if compute.get(a) != storage.get(a)}
-        if layout.whole in self._levels() and any(held & other for held in self._used):
-            return layout.whole
-        return Whole.SMALL if any(held & other for held in self._small) else Whole.NOTHING
 
-    def _levels(self) -> list[Whole]:
-        """Those that may differ from each other here, beside `Whole.SMALL`."""
-        return [Whole.NOTHING, *([Whole.ONCE] if self._enters else []), Whole.USED]
+        def matters(whole: Whole) -> bool:
+            return any(held & other for held in self._held[whole])
+
+        if layout.whole is Whole.NOTHING or matters(layout.whole):
+            return layout.whole
+        return Whole.SMALL if matters(Whole.SMALL) else Whole.NOTHING
 
     def _taken_in_part(self, layout: Layout) -> set[str]:
         """Mesh axes of rules that divide some dimension only by a prefix: 6 by x=2 of x=2, y=4."""
@@ -173,8 +177,8 @@ class Space:
         )
 
     def effective(self, layout: Layout) -> Layout:
-        """The layout without the rules that shard nothing."""
-        idle = self.specs(layout).idle
+        """The layout without the rules that shard nothing, but for those that the user fixed."""
+        idle = self._idle(layout)
         spared = {
             storage: {axis for of_storage, axis, _ in idle if of_storage == storage}
             for storage in (False, True)
@@ -186,6 +190,14 @@ class Space:
                 storage=tuple(rule for rule in layout.storage if rule[0] not in spared[True]),
             )
         )
+
+    def _idle(self, layout: Layout) -> list[Idle]:
+        """The rules that shard nothing; storage rules that the user fixed may, on higher levels."""
+        idle = self.specs(layout).idle
+        if layout.whole is Whole.NOTHING:
+            return list(idle)
+        pinned = {axis for axis, _ in self.pinned}
+        return [rule for rule in idle if not rule.storage or rule.axis not in pinned]
 
     def contains(self, candidate: Candidate) -> str | None:
         """None if the candidate belongs to the space, else the reason why not."""
@@ -213,15 +225,16 @@ class Space:
                 return f"{axis} is a loop axis: a loop takes one slice of it at a time"
             del to
         for axis, to in self.pinned:
-            if dict(layout.compute).get(axis, ()) != to:
+            tables = [layout.compute] if known[axis].is_data else [layout.compute, layout.storage]
+            if any(dict(table).get(axis, ()) != to for table in tables):
                 return f"{axis} is fixed to {', '.join(to)}"
         for i, spec in self.fixed_leaves:
             reason = unfit(self.program.state[i], spec, layout.sizes)
             if reason is not None:
                 return reason
         specs = self.specs(layout)
-        if specs.idle:
-            return str(specs.idle[0])
+        if idle := self._idle(layout):
+            return str(idle[0])
         sizes = layout.sizes
         batch_rules = {
             a.name: dict(layout.compute)[a.name]
@@ -261,8 +274,7 @@ class Space:
                 n = len(self.options(axis, mesh))
                 one *= n if axis.is_data else n * n
             total += one
-        levels = len(self._levels()) if self._used else 1
-        return total * (levels + 1 if self._small else levels)
+        return total * (1 + sum(bool(held) for held in self._held.values()))
 
     def enumerate(self) -> Iterator[Candidate]:
         """Every candidate of the space, each once."""
@@ -305,7 +317,7 @@ class Space:
         return None
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Candidates one decision away: a rule, an occurrence, a mesh axis divided or moved."""
+        """Candidates one decision away: a rule, a level, an occurrence, a mesh axis moved."""
         return (near for near in self.drafts(candidate) if self.contains(near) is None)
 
     def drafts(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -430,3 +442,10 @@ class Space:
     def _allows(self, mesh: MeshShape) -> bool:
         sizes = sorted(n for _, n in mesh)
         return any(sorted(n for _, n in allowed) == sizes for allowed in self.meshes)
+
+
+def _axes_of(arrays: Iterable[Dimensions]) -> frozenset[frozenset[str]]:
+    """The logical axes of each array, equal ones once."""
+    return frozenset(
+        frozenset(axis for dim in dims for axis, _ in dim if axis is not None) for dims in arrays
+    ) - {frozenset()}

@@ -93,10 +93,10 @@ def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
 _WHOLE_SITES: dict[Whole, frozenset[Used]] = {
     Whole.NOTHING: frozenset(),
     Whole.SMALL: frozenset(),
-    Whole.ONCE: frozenset({Used.ENTERING, Used.INSIDE}),
+    Whole.ONCE: frozenset({Used.INSIDE}),
     Whole.USED: frozenset({Used.OUTSIDE, Used.INSIDE}),
 }
-"""What takes compute rules though it is storage."""
+"""Sites that take compute rules though they are storage."""
 
 
 class _Resolver:
@@ -121,8 +121,11 @@ class _Resolver:
         compiler may send what is found, not the table.
         """
         dims, storage, used, batch_first, passing, looked_up = asked
-        if used is Used.ENTERING and self.layout.whole is not Whole.ONCE:
-            return None
+        if used is Used.ENTERING:
+            if self.layout.whole is not Whole.ONCE:
+                return None
+            once, stored = (self._known(dims, of, batch_first)[0] for of in (False, True))
+            return once if once != stored else None
         storage = storage and used not in _WHOLE_SITES[self.layout.whole]
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:

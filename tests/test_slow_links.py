@@ -13,11 +13,14 @@ from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal
 from autoshard.pricing import cost_model
 from autoshard.program import trace
+from autoshard.strategy import baselines
+from autoshard.strategy.base import Seen
+from autoshard.strategy.beam import Beam
 from autoshard.subaxes import places_of_axes
 from autoshard.subjects import make_subject
 from autoshard.target import Target
 from autoshard.topology import parse_topology
-from autoshard.trial import Estimate
+from autoshard.trial import Estimate, Failure, Kind, Stage
 
 LAYERS, WIDTH, HIDDEN, LENGTH = 4, 4096, 16384, 8192
 
@@ -95,3 +98,17 @@ def test_a_search_keeps_tensor_parallelism_off_slow_links(name, sequences, tmp_p
     assert math.prod(dict(best.mesh)[axis] for axis in data) == sequences
     assert len(group) == target.device_count // sequences
     assert len({(p.slice, p.host if target.platform == "gpu" else 0) for p in positions}) == 1
+
+
+def test_the_same_rules_over_other_links_are_asked_for_first() -> None:
+    target = target_of("h100:8x8")
+    space = make_subject(trace(attending(8), (), False), target, "free", None).space
+    start = next(b.candidate for b in baselines(space) if b.name == "FSDP x TP")
+    swaps = list(space.swaps(start))
+    assert swaps == list(space.drafts(start))[: len(swaps)] and swaps
+    assert all(sorted(c.layout.mesh) != sorted(start.layout.mesh) for c in swaps)
+    failure = Failure(kind=Kind.UNSUPPORTED, stage=Stage.PROPAGATE, message="")
+    beam = Beam(target.memory_bytes)
+    for seed in range(3):
+        asked = beam.ask(space, seed, (Seen(candidate=start, outcome=failure),))
+        assert set(swaps) <= set(asked)

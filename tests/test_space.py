@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from autoshard.driver import Subject
 from autoshard.errors import LayoutError, WorkloadError
 from autoshard.fix import read_fix
-from autoshard.layout import Layout, rules
+from autoshard.layout import Layout, Whole, rules
 from autoshard.meshes import factorizations, mesh_shapes
 from autoshard.program import trace
 from autoshard.space import Space
@@ -266,3 +266,42 @@ def test_mesh_axes_stay_apart_where_a_dimension_takes_only_the_first() -> None:
     layout = Layout(mesh=(("x", 2), ("y", 4)), compute=rules({axis.name: ("x", "y")}))
     assert space.canonical(layout).mesh == (("x", 8),)
     assert dataclasses.replace(space, axes=axes).canonical(layout) == layout
+
+
+def test_what_the_user_fixed_stays_on_every_level_of_what_is_whole() -> None:
+    """The axis lies in small arrays alone, of which higher levels take compute rules."""
+
+    def loss(params, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w), None
+
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"]) ** 2)
+
+    def init():
+        shapes = {"layers": (4, 256, 256), "in": (256, 8), "out": (8, 8)}
+        return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+    program = trace(train(loss, init, shaped(64, 256)), (), False)
+    axes = make_subject(program, target(), "free", None).space.axes.axes
+    name = next(a.name for a in axes if "state['out'][0]" in a.where)
+    space = make_subject(program, target(), "free", {name: "x"}).space
+    found = [b.candidate for b in baselines(space)]
+    levels = {c.layout.whole for c in found}
+    assert levels == set(Whole)
+    for start in [c for c in found if c.layout.storage][:6]:
+        found += space.neighbours(start)
+    for candidate in found:
+        tables = candidate.layout.compute, candidate.layout.storage
+        assert all(dict(table)[name] == ("x",) for table in tables), candidate
+    lost = dataclasses.replace(found[-1].layout, storage=(), whole=Whole.NOTHING)
+    assert "is fixed to x" in str(space.contains(space.candidate(lost)))
+
+
+def test_rules_that_shard_nothing_are_left_out() -> None:
+    space = subject("momentum_layers").space
+    fsdp = next(b.candidate.layout for b in baselines(space) if b.name == "FSDP")
+    batch = next(a.name for a in space.axes.axes if a.is_batch)
+    idle = dataclasses.replace(fsdp, storage=rules({**dict(fsdp.storage), batch: "x"}))
+    assert space.contains(space.candidate(idle)) is not None
+    assert space.effective(idle) == space.canonical(fsdp)
