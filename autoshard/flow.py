@@ -12,7 +12,7 @@ parameters depend on the batch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from autoshard.compat import jaxprs
 
@@ -148,23 +148,9 @@ class Flow:
                 continue
             inner = inner_links(eqn)
             if inner:
-                for body, operands, results, carries in inner:
-                    wanted = [o is not None and hit[o] for o in results]
-                    while True:
-                        needed = self._backward(body, wanted)
-                        grown = list(wanted)
-                        for o, i in carries:
-                            grown[o] |= needed[i]
-                        if grown == wanted:
-                            break
-                        wanted = grown
-                    for operand, flag in zip(operands, needed, strict=True):
-                        if flag and operand is not None:
-                            marked.update(
-                                v
-                                for v in [eqn.invars[operand]]
-                                if not isinstance(v, jaxprs.Literal)
-                            )
+                for v in _marked_inside(eqn, inner, hit, self._backward):
+                    if not isinstance(v, jaxprs.Literal):
+                        marked.add(v)
             elif eqn.primitive.name not in _STOPS:
                 for v in eqn.invars:
                     if not isinstance(v, jaxprs.Literal) and _passes(eqn, v):
@@ -202,19 +188,9 @@ class Flow:
                 self._use(v)
         for eqn in reversed(jaxpr.eqns):
             inner = inner_links(eqn)
-            for body, operands, results, carries in inner:
-                wanted = [o is not None and self.used(eqn.outvars[o]) for o in results]
-                while True:
-                    needed = self._mark_used(body, wanted)
-                    grown = list(wanted)
-                    for o, i in carries:
-                        grown[o] |= needed[i]
-                    if grown == wanted:
-                        break
-                    wanted = grown
-                for operand, flag in zip(operands, needed, strict=True):
-                    if flag and operand is not None:
-                        self._use(eqn.invars[operand])
+            hit = [self.used(v) for v in eqn.outvars]
+            for v in _marked_inside(eqn, inner, hit, self._mark_used):
+                self._use(v)
             if eqn.primitive.name == "while":
                 for v in eqn.invars[: eqn.params["cond_nconsts"]]:
                     self._use(v)
@@ -227,6 +203,34 @@ class Flow:
         """An array; a number made of the state, such as a norm, is no use of what it is made of."""
         if self.state_only(var) and bool(getattr(var.aval, "shape", ())):
             self.flags[var] |= USED
+
+
+def _marked_inside(
+    eqn: jaxprs.JaxprEqn,
+    links: "list[Link]",
+    hit: Sequence[bool],
+    mark: Callable[[jaxprs.Jaxpr, Sequence[bool]], list[bool]],
+) -> Iterator[jaxprs.Atom]:
+    """Operands that lead to marked values inside an equation, or through it to marked results.
+
+    Args:
+      links: as `inner_links` gives them.
+      hit: which of its results are marked.
+      mark: marks what leads to some of a jaxpr's outputs; returns which of its inputs are marked.
+    """
+    for body, operands, results, carries in links:
+        wanted = [o is not None and hit[o] for o in results]
+        while True:
+            needed = mark(body, wanted)
+            grown = list(wanted)
+            for o, i in carries:
+                grown[o] |= needed[i]
+            if grown == wanted:
+                break
+            wanted = grown
+        for operand, flag in zip(operands, needed, strict=True):
+            if flag and operand is not None:
+                yield eqn.invars[operand]
 
 
 def _passes(eqn: jaxprs.JaxprEqn, operand: jaxprs.Atom) -> bool:

@@ -37,7 +37,7 @@ class Wording(enum.StrEnum):
 
 
 class Whole(enum.StrEnum):
-    """What takes compute rules before it is used, from the least memory to the fewest gathers.
+    """What takes compute rules before it is used, in the order of the memory it takes.
 
     Where only storage rules divide an array it is whole then: it is gathered less often, and takes
     memory for longer. *Used* is what compute values are made of: parameters. Leaves that the user

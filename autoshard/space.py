@@ -317,7 +317,10 @@ class Space:
         return None
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Candidates one decision away: a rule, a level, an occurrence, a mesh axis moved."""
+        """Candidates one decision away.
+
+        A rule is another, or a level of `Whole`, or an occurrence; a mesh axis is divided or moved.
+        """
         return (near for near in self.drafts(candidate) if self.contains(near) is None)
 
     def drafts(self, candidate: Candidate) -> Iterator[Candidate]:

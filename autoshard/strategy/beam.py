@@ -70,9 +70,9 @@ class Beam:
     def _near(self, space: Space, candidate: Candidate) -> tuple[list[Candidate], list[Candidate]]:
         """Drafts: swaps of mesh axes, and all others."""
         if candidate not in self._neighbours:
-            drafts = list(space.drafts(candidate))
-            swaps = len(list(space.swaps(candidate)))
-            self._neighbours[candidate] = drafts[:swaps], drafts[swaps:]
+            swaps = list(space.swaps(candidate))
+            others = [c for c in space.drafts(candidate) if c not in swaps]
+            self._neighbours[candidate] = swaps, others
         return self._neighbours[candidate]
 
     def _contains(self, space: Space, candidate: Candidate) -> bool:
