@@ -25,15 +25,15 @@ _NOWHERE: frozenset[str] = frozenset()
 _CONSTANTS = frozenset({"sdy.constant", "stablehlo.constant"})
 _AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')
 _DIMENSION = re.compile(r"\{([^{}]*)\}")
-_LABELS = re.compile(r"\[([^\]]*)\]x")  # of a convolution's left operand
-_CONTRACTING = frozenset({"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.reduce"})
+_PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
+_CONTRACTING = _PRODUCTS | {"stablehlo.reduce"}
 
 
 class Sum(NamedTuple):
     """What an all-reduce adds up, and what becomes of it.
 
     Attributes:
-      product: it is of a matrix product, or of a convolution as of one.
+      product: it is of a matrix product or a convolution.
       summed: its mesh axes for each dimension that is summed; all at once where the operand does
         not tell them apart.
       cut: mesh axes that the result is divided by right after, for each dimension that has some.
@@ -348,7 +348,7 @@ def _sum(op: Operation, axes: tuple[str, ...]) -> Sum:
     summed: tuple[tuple[str, ...], ...] = (axes,)
     product = False
     if not isinstance(maker, ir.Block):
-        product = _is_product(maker, axes)
+        product = maker.name in _PRODUCTS
         if len(axes) > 1:
             over = (_within(division(operand), axes) for operand in maker.operands)
             summed = next((o for o in over if sum(map(len, o)) == len(axes)), summed)
@@ -361,18 +361,6 @@ def _sum(op: Operation, axes: tuple[str, ...]) -> Sum:
         before = division(op.results[0])
         fresh = not any(now and then for now, then in zip(dims, before, strict=True))
     return Sum(product, summed, cut, fresh)
-
-
-def _is_product(maker: Operation, axes: tuple[str, ...]) -> bool:
-    """Whether XLA's partitioner treats what is summed over the mesh axes as a matrix product: so
-    too a convolution whose features they divide, but not one whose window they divide."""
-    if maker.name != "stablehlo.convolution":
-        return bool(maker.name == "stablehlo.dot_general")
-    labels = _LABELS.search(str(maker.attributes["dimension_numbers"]))
-    if labels is None:
-        raise ValueError(f"got {maker.attributes['dimension_numbers']}, expected [b, 0, f]x...")
-    of_features = labels[1].split(", ").index("f")
-    return set(axes) <= set(division(maker.operands[0])[of_features])
 
 
 def _within(divided: Division, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
