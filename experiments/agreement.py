@@ -10,6 +10,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from autoshard.driver.ledger import Row
 from autoshard.layout import Candidate
+from autoshard.neighbours import drafts
 from autoshard.promote import DEFAULT_LOWER_BOUND, surely_too_large
 from autoshard.space import Space
 from autoshard.strategy import baselines
@@ -38,7 +39,7 @@ def walk(best: Sequence[Candidate], space: Space, rng: random.Random) -> Candida
     starts = starts or [b.candidate for b in baselines(space)]
     here = rng.choice(starts)
     for _ in range(rng.randint(1, 4)):
-        near = list(space.drafts(here))
+        near = list(drafts(space, here))
         rng.shuffle(near)
         here = next((c for c in near if space.contains(c) is None), here)
     return here

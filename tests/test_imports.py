@@ -14,7 +14,17 @@ LAYERS = (
     | {"catalogue", "topology", "subaxes"},
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips"}
-    | {"analysis", "small", "specs", "written", "meshes", "fix", "space", "partitioned"}
+    | {
+        "analysis",
+        "small",
+        "specs",
+        "written",
+        "meshes",
+        "fix",
+        "space",
+        "neighbours",
+        "partitioned",
+    }
     | {
         "constraints",
         "lowering",

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from autoshard.layout import Layout, Whole, rules
+from autoshard.neighbours import neighbours
 from autoshard.sites import Used
 from autoshard.small import small_elements
 from autoshard.specs import Specs, grouped, resolve
@@ -209,9 +210,9 @@ def test_small_arrays_stay_whole_where_the_layout_says_so_and_are_not_gathered()
     assert min(gathers(every)) == 64 * 4 < min(gathers(small))
     assert worst_error(of, run(of, small), run_plain(of)) < 1e-4
     # As members of the space: next to each other, and one where nothing is small.
-    near = {c.layout for c in of.space.neighbours(of.space.candidate(every))}
+    near = {c.layout for c in neighbours(of.space, of.space.candidate(every))}
     assert small in near and every in {
-        c.layout for c in of.space.neighbours(of.space.candidate(small))
+        c.layout for c in neighbours(of.space, of.space.candidate(small))
     }
     plain = subject("scanned_mlp").space
     assert "FSDP, small whole" not in {b.name for b in baselines(plain)}
@@ -245,7 +246,7 @@ def test_parameters_are_gathered_once_a_step_or_only_after_the_update() -> None:
     for layout in (once, zero):
         assert worst_error(of, run(of, layout), run_plain(of)) < 1e-4
     for layout in (fsdp, once, zero):
-        near = {c.layout for c in of.space.neighbours(of.space.candidate(layout))}
+        near = {c.layout for c in neighbours(of.space, of.space.candidate(layout))}
         assert {fsdp, once, zero} - near == {layout}
 
 

@@ -7,6 +7,7 @@ each ask keep it from resting in one basin. The start comes from the history (th
 import random
 
 from autoshard.layout import Candidate
+from autoshard.neighbours import drafts, swaps
 from autoshard.space import Space
 from autoshard.strategy.base import Seen, score
 
@@ -45,11 +46,11 @@ class Beam:
                 break
         found: list[Candidate] = []
         for rank, seen in enumerate(best):
-            swaps, others = self._near(space, seen.candidate)
+            first, others = self._near(space, seen.candidate)
             rest = [c for c in others if c not in done]
             rng.shuffle(rest)
             # Few, and they decide on which links all the rest lies.
-            fresh = [*(c for c in swaps if c not in done), *rest]
+            fresh = [*(c for c in first if c not in done), *rest]
             share = max(4, (self.batch - self.explore) >> (rank + 1))
             for candidate in fresh:
                 if share == 0:
@@ -70,9 +71,9 @@ class Beam:
     def _near(self, space: Space, candidate: Candidate) -> tuple[list[Candidate], list[Candidate]]:
         """Drafts: swaps of mesh axes, and all others."""
         if candidate not in self._neighbours:
-            swaps = list(space.swaps(candidate))
-            others = [c for c in space.drafts(candidate) if c not in swaps]
-            self._neighbours[candidate] = swaps, others
+            first = list(swaps(space, candidate))
+            others = [c for c in drafts(space, candidate) if c not in first]
+            self._neighbours[candidate] = first, others
         return self._neighbours[candidate]
 
     def _contains(self, space: Space, candidate: Candidate) -> bool:
