@@ -11,7 +11,7 @@ import pytest
 import autoshard
 from autoshard.cost import CostModel
 from autoshard.meshes import mesh_shapes
-from autoshard.neighbours import drafts
+from autoshard.neighbours import drafts, swaps
 from autoshard.network import Network
 from autoshard.pricing import catalogued
 from autoshard.rungs.propagate import Propagator
@@ -43,7 +43,7 @@ def test_tensor_parallelism_stays_off_slow_links(topology: Topology) -> None:
         for b in baselines(space)
         if b.name == "data x TP" and b.candidate.layout.mesh == (("x", 2), ("y", 4))
     )
-    across = next(iter(space._swapped(inside)))
+    across = next(swaps(space, space.candidate(inside))).layout
     assert across.mesh == (("x", 4), ("y", 2))
     judged = [Propagator(of.analysis).judge(space, x, cost) for x in (inside, across)]
     assert judged[0].flops == judged[1].flops
