@@ -32,7 +32,7 @@ def compiled(function: Callable, *args: Any) -> Any:
     return jitted.lower(*args).compile(compiler_options=known_options())
 
 
-def split(module_type: type[nnx.Module], config: Any) -> tuple[Any, Any]:
+def split(module_type: Callable[[Any], nnx.Module], config: Any) -> tuple[Any, Any]:
     """(graphdef, parameters) of a new module; `nnx.split(module_type(config))`, but sooner."""
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: module_type(config)))
     return graphdef, compiled(lambda: nnx.state(module_type(config)))()

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_outcomes_survive_json(outcome):
 
 
 def test_estimates_from_before_assumptions_were_kept_are_read():
-    old = outcome_to_json(ESTIMATE)
+    old: Any = outcome_to_json(ESTIMATE)
     del old["assumptions"], old["exposed_s"]
     for one in old["collectives"]:
         del one["members"]

@@ -123,6 +123,7 @@ def planned(searched, trials, ranking=(0,), **evidence):
     """A plan like the fixture's, with other evidence."""
 
     class Shown:
+        evidence: object
         layout = trials[0].candidate.layout
         mesh = searched.plan.mesh
         target = searched.plan.target

@@ -46,7 +46,8 @@ def test_the_parameters_of_nnx_give_the_loss_of_nnx():
     graphdef, state = nnx.split(made(recurrent.Recurrent, SMALL))
     leaves, tree = jax.tree.flatten(nnx.to_pure_dict(state))
     rng = np.random.default_rng(0)
-    w = tree.unflatten([x + 0.1 * rng.standard_normal(x.shape, np.float32) for x in leaves])
+    noisy = [x + 0.1 * rng.standard_normal(x.shape, np.float32) for x in leaves]
+    w = jax.tree.unflatten(tree, noisy)
     params = {"embedding": {"embedding": w["embedding"]}, "head": w["head"]}
     for i, layer in w["layers"].items():
         cell = {

@@ -50,7 +50,8 @@ def test_the_parameters_of_nnx_give_the_logits_of_nnx(embedding_norm):
     # No parameter may have a value that hides another: norms start as the identity, biases at zero.
     leaves, tree = jax.tree.flatten(nnx.to_pure_dict(state))
     rng = np.random.default_rng(0)
-    params = tree.unflatten([x + 0.1 * rng.standard_normal(x.shape, np.float32) for x in leaves])
+    noisy = [x + 0.1 * rng.standard_normal(x.shape, np.float32) for x in leaves]
+    params = jax.tree.unflatten(tree, noisy)
     assert jax.tree.map(jnp.shape, parameters(config)) == jax.tree.map(jnp.shape, params)
     image_BHWC = sample(0, 4, config)["image_BHWC"]
     nnx.replace_by_pure_dict(state, params)

@@ -161,7 +161,7 @@ def experts(named):
     )
     layout = named("model"), named("model")
     step = jax.jit(
-        trained(lambda w, x: square(run(*w, x))),
+        trained(lambda w, x: square(run(w[0], w[1], x))),
         in_shardings=(layout, named(None, EVERY)),
         out_shardings=(named(), layout),
     )
