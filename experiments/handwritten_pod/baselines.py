@@ -41,6 +41,22 @@ def fsdp_x_tensor_parallel(mesh: AnyMesh, size: PodSize) -> HandStep:
     )
 
 
+def distributed_optimizer(mesh: AnyMesh, size: PodSize) -> HandStep:
+    """Megatron-LM's `--use-distributed-optimizer`, tensor parallel over mesh axis `model`.
+
+    Master weights and moments are divided over `data` too, gradients reduce-scattered; parameters
+    are gathered once a step, in the dtype of the matmuls (Megatron Core, docs on the distributed
+    optimizer; Rajbhandari et al. 2020, section 5.1).
+    """
+    rules = Rules(
+        mesh,
+        {**FULLY_SHARDED, **TENSOR_PARALLEL},
+        {**BY_BATCH, **TENSOR_PARALLEL},
+        gathered=TENSOR_PARALLEL,
+    )
+    return hand_step(rules, size)
+
+
 def maxtext(mesh: AnyMesh, size: PodSize) -> HandStep:
     """MaxText's rules on any of the mesh axes `data`, `fsdp`, `tensor`, `expert`."""
     return hand_step(Rules(mesh, maxtext_rules.PARAMS, maxtext_rules.ACTIVATIONS), size)
@@ -94,6 +110,11 @@ def baselines(
         axes = (("data", n // m), ("model", m))
         name = f"fsdp x tensor parallel {n // m}x{m}"
         found[name] = Baseline(axes=axes, build=fsdp_x_tensor_parallel)
+    found["distributed optimizer"] = Baseline(axes=(("data", n),), build=distributed_optimizer)
+    for m in split:
+        axes = (("data", n // m), ("model", m))
+        name = f"distributed optimizer x tensor parallel {n // m}x{m}"
+        found[name] = Baseline(axes=axes, build=distributed_optimizer)
     found["maxtext fsdp"] = Baseline(axes=(("fsdp", n),), build=maxtext)
     for m in split:
         axes = (("fsdp", n // m), ("tensor", m))

@@ -42,17 +42,22 @@ class Rules:
       mesh: live, of a topology, or abstract.
       params: of parameters and the optimizer's moments; names as in `PARAMS`.
       activations: of activations and the batch; names as the models' `Constrain` hook gives them.
+      gathered: of parameters during a step, where they are gathered once, as they are cast; None
+        where each layer's are when its turn comes.
     """
 
     mesh: AnyMesh
     params: Table
     activations: Table
+    gathered: Table | None = None
 
     def param(self, path: str, shape: tuple[int, ...]) -> NamedSharding:
         """How the parameter of this path lies in memory between steps; layers stay in front."""
-        words = re.findall(r"'(\w+)'", path)
-        names = PARAMS.get(words[-1]) or PARAMS[".".join(words[-2:])]
-        return self._sharding(self.params, (None,) * (len(shape) - len(names)) + names, shape)
+        return self._param(self.params, path, shape)
+
+    def used(self, path: str, shape: tuple[int, ...]) -> NamedSharding:
+        """How it lies while the step runs, where it is gathered once."""
+        return self._param(self.gathered or {}, path, shape)
 
     def batch(self, shape: tuple[int, ...], accumulate: int) -> NamedSharding:
         """How a batch leaf is sharded.
@@ -76,6 +81,11 @@ class Rules:
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
+
+    def _param(self, table: Table, path: str, shape: tuple[int, ...]) -> NamedSharding:
+        words = re.findall(r"'(\w+)'", path)
+        names = PARAMS.get(words[-1]) or PARAMS[".".join(words[-2:])]
+        return self._sharding(table, (None,) * (len(shape) - len(names)) + names, shape)
 
     def _sharding(self, table: Table, names: Names, shape: tuple[int, ...]) -> NamedSharding:
         used: set[str] = set()

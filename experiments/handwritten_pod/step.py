@@ -12,6 +12,7 @@ from flax import nnx
 
 from experiments.handwritten_pod.rules import Rules
 from experiments.pod_sizes import PodSize
+from models.precision import FLOAT32
 
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
@@ -95,10 +96,14 @@ def train_step(
         return jax.grad(run, has_aux=True)(params)
 
     def step(state: Any, tokens_BS: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        once = None if rules is None or rules.gathered is None else rules
+        params = state["params"] if once is None else _gathered(once, state["params"], size)
         if size.accumulate == 1:
-            gradients, metrics = gradient(state["params"], tokens_BS)
+            gradients, metrics = gradient(params, tokens_BS)
         else:
-            gradients, metrics = _accumulated(gradient, size.accumulate, state["params"], tokens_BS)
+            gradients, metrics = _accumulated(gradient, size.accumulate, params, tokens_BS)
+        if once is not None:
+            gradients = _reduced(once, gradients)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
         new_state = {
             "step": state["step"] + 1,
@@ -108,6 +113,30 @@ def train_step(
         return new_state, metrics
 
     return step, init, optimizer
+
+
+def _gathered(rules: Rules, params: Any, size: PodSize) -> Any:
+    """The parameters as the model casts them, gathered before the first layer needs one."""
+
+    def gather(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        kept = any(name.endswith(f"['{word}']") for word in FLOAT32)
+        cast = x if kept else x.astype(size.model.dtype)
+        # Without the first constraint the sharding of the result would be that of the cast too.
+        cast = jax.lax.with_sharding_constraint(cast, rules.param(name, x.shape))
+        return jax.lax.with_sharding_constraint(cast, rules.used(name, x.shape))
+
+    return jax.tree_util.tree_map_with_path(gather, params)
+
+
+def _reduced(rules: Rules, gradients: Any) -> Any:
+    """Gradients in float32, each device's part of the sum over devices."""
+
+    def reduce(path: Any, x: jax.Array) -> jax.Array:
+        sharding = rules.param(jax.tree_util.keystr(path), x.shape)
+        return jax.lax.with_sharding_constraint(x, sharding).astype(jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(reduce, gradients)
 
 
 def _accumulated(
@@ -124,5 +153,6 @@ def _accumulated(
         gradients, metrics = gradient(params, part_BS)
         return jax.tree.map(jnp.add, total, gradients), metrics
 
-    total, metrics = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    total, metrics = jax.lax.scan(body, zeros, parts)
     return jax.tree.map(lambda x: x / accumulate, total), jax.tree.map(jnp.mean, metrics)

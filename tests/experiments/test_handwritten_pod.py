@@ -25,8 +25,10 @@ RUN = [
     ("llama3", "data parallel"),
     ("llama3", "fsdp"),
     ("llama3", "fsdp x tensor parallel 4x2"),
+    ("llama3", "distributed optimizer"),
     ("llama3", "maxtext fsdp x tensor 4x2"),
     ("mixtral", "fsdp x tensor parallel 2x4"),
+    ("mixtral", "distributed optimizer x tensor parallel 4x2"),
     ("mixtral", "maxtext fsdp x expert 2x4"),
     ("mixtral", "maxtext fsdp x expert 2x4 by batch"),
 ]
@@ -124,6 +126,16 @@ def test_parameters_are_gathered_layer_by_layer(name):
     assert not [shape for shape in gathered if shape.startswith("3,")]
 
 
+def test_the_distributed_optimizer_gathers_every_parameter_once_before_the_loops():
+    ran = run("llama3", "distributed optimizer")
+    assert ran.specs == run("llama3", "fsdp").specs  # at rest
+    loops, entry = ran.text.split("\nENTRY ")
+    gathered = re.findall(r"= f32\[([\d,]*)\]\S* all-gather\(", entry)
+    params = jax.tree.leaves(initial("llama3")["params"])
+    assert sorted(gathered) == sorted(",".join(map(str, x.shape)) for x in params)
+    assert " all-gather(" not in loops
+
+
 def test_tokens_travel_to_the_experts_or_their_weights_come():
     def exchanges(name):
         return run("mixtral", name).text.count(" all-to-all(")
@@ -154,6 +166,9 @@ def test_the_baselines_of_8_devices():
         "fsdp",
         "fsdp x tensor parallel 4x2",
         "fsdp x tensor parallel 2x4",
+        "distributed optimizer",
+        "distributed optimizer x tensor parallel 4x2",
+        "distributed optimizer x tensor parallel 2x4",
         "maxtext fsdp",
         "maxtext fsdp x tensor 4x2",
         "maxtext fsdp x tensor 2x4",
