@@ -108,6 +108,8 @@ class _Resolver:
         self.loops = loop_axes(axes)
         self.batch = frozenset(a.name for a in axes.axes if a.is_batch)
         self.sizes = layout.sizes
+        # Mesh axes as the canonical layout has them: all spellings of one say the same.
+        self.counted = frozenset(name for name, _ in layout.canonical().mesh)
         self.tables = {True: dict(layout.storage), False: dict(layout.compute)}
         self.occurrence = dict(layout.occurrences)
         self.dropped: dict[str, None] = {}
@@ -224,7 +226,10 @@ class _Resolver:
 
         def turn(d: int) -> tuple[int, bool]:
             asked = [
-                (0 if batch_first else len(rule), (axis in self.batch) != batch_first)
+                (
+                    0 if batch_first else len(self.counted.intersection(rule)),
+                    (axis in self.batch) != batch_first,
+                )
                 for (axis, _), rule in zip(dims[d], claims[d], strict=True)
                 if rule
             ]

@@ -69,6 +69,26 @@ def test_the_canonical_layout_shards_everything_the_same(name: str, data: st.Dat
         assert ways(one, one.sites[i].spec) == ways(two, two.sites[i].spec)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rows", "times", "ways"),
+    [
+        ((2, 1), "x", "xy", (1, 2)),  # y divides nothing: both ask for one
+        ((2, 2, 2, 2), "xw", "xyz", (2, 8)),  # y and z are one: both ask for two
+    ],
+)
+def test_all_spellings_ask_for_as_many_mesh_axes(
+    sizes: tuple[int, ...], rows: str, times: str, ways: tuple[int, int]
+) -> None:
+    """Rows and times of the batch both want x; who asks for fewer gets it, of equals the times."""
+    layout = Layout(
+        mesh=tuple(zip("xyzw", sizes, strict=False)),
+        compute=rules({"batch": tuple(rows), "batch[1]:24": tuple(times)}),
+    )
+    for spelled in (layout, layout.canonical()):
+        spec = spec_of("scanned_gpt", apply("scanned_gpt", spelled), "batch")
+        assert tuple(math.prod(spelled.sizes[m] for m in dim) for dim in spec) == ways
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(WORKLOADS), st.data())
 def test_every_spec_is_valid(name: str, data: st.DataObject) -> None:
