@@ -89,7 +89,9 @@ def quick(calibration, compiler, monkeypatch):
     monkeypatch.setattr(
         compiling,
         "compile_in_process",
-        lambda request: compile_module_job(request.module, request.time_limit_s, compiler),
+        lambda request: compile_module_job(
+            request.module, request.time_limit_s, compiler, executables=request.executables
+        ),
     )
 
     def search(model_fn=workloads.mlp, mesh=None, **options):

@@ -166,15 +166,47 @@ def compile_module(module: Module, devices: Sequence[jax.Device]) -> Executable:
       ValueError: the number of devices is wrong.
       jax.errors.JaxRuntimeError: the compiler refused, with its text.
     """
-    if _LAPACK in module.stablehlo:
-        # jax loads LAPACK's routines when it lowers a call to one; bytes are not lowered again,
-        # and a call to a routine that is not loaded ends the process (jaxlib 0.10-0.12).
-        lapack.prepare_lapack_call("geqrf", np.dtype(np.float32))
+    _prepare(module)
     options = compile_options(module, [device.id for device in devices])
     loaded = devices[0].client.compile_and_load(
         module.stablehlo, xla_client.DeviceList(tuple(devices)), options
     )
     return Executable(module, devices, loaded)
+
+
+def serialized(executable: Executable) -> bytes:
+    """An executable for `load_module`: of the same jaxlib, on a machine of the same kind.
+
+    Raises:
+      jax.errors.JaxRuntimeError: its backend has no such form.
+    """
+    return executable._loaded.serialize()  # type: ignore[attr-defined]
+
+
+def load_module(module: Module, devices: Sequence[jax.Device], data: bytes) -> Executable:
+    """What `compile_module` gave another process, for devices of the same numbers.
+
+    Args:
+      data: of `serialized`, of the same module.
+
+    Raises:
+      ValueError: the number of devices is wrong.
+      jax.errors.JaxRuntimeError: the client does not take it.
+    """
+    _prepare(module)
+    options = compile_options(module, [device.id for device in devices])
+    loaded = devices[0].client.deserialize_executable(
+        data, xla_client.DeviceList(tuple(devices)), options
+    )
+    return Executable(module, devices, loaded)
+
+
+def _prepare(module: Module) -> None:
+    """Loads what the program calls."""
+    if _LAPACK in module.stablehlo:
+        # jax loads LAPACK's routines when it lowers a call to one; bytes are not lowered again,
+        # and a call to a routine that is not loaded ends the process (jaxlib 0.10-0.12).
+        lapack.prepare_lapack_call("geqrf", np.dtype(np.float32))
 
 
 def compile_options(module: Module, ids: Sequence[int]) -> xla_client.CompileOptions:

@@ -42,6 +42,9 @@ class Compiling:
         self.count = 0
         self._ledger = ledger
         self._executor = executor
+        # The user's executor may compile on other machines, whose programs are not for this one.
+        here = executor is None and ledger.executables is not None
+        self._executables = str(ledger.executables) if here else ""
         self._waiting: dict[concurrent.futures.Future[CompileResult | Failure], _Asked] = {}
 
     @contextlib.contextmanager
@@ -108,6 +111,7 @@ class Compiling:
                 ledger.target,
                 str(ledger.folder / "workers" / "compile"),
                 ledger.budget.compile_seconds,
+                self._executables,
             )
             try:
                 future = self._executor.submit(compile_in_process, request)

@@ -72,6 +72,8 @@ class Ledger:
     Attributes:
       limit_bytes: what a device may use, headroom taken off.
       folder: for workers and traces.
+      executables: where compiled programs wait to be measured, for as long as this search runs;
+        None: they do not.
       correction: what measurements taught of rung 1.
       ended: why the search ended.
     """
@@ -85,6 +87,7 @@ class Ledger:
     seed: int
     limit_bytes: int
     folder: pathlib.Path
+    executables: pathlib.Path | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
     correction: Correction = dataclasses.field(default_factory=Correction)
     ended: str = "finished"

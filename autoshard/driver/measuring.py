@@ -24,7 +24,11 @@ def opened_bench(ledger: Ledger) -> Iterator[Benches]:
     if ledger.target.platform != "cpu":
         yield Bench(ledger.target.placed)
         return
-    child = ChildBench(ledger.settings("measure"), time_limit_s=ledger.budget.measure_seconds)
+    child = ChildBench(
+        ledger.settings("measure"),
+        time_limit_s=ledger.budget.measure_seconds,
+        executables=ledger.executables,
+    )
     try:
         yield child
     finally:

@@ -98,6 +98,7 @@ def run_search(
             seed=seed,
             limit_bytes=limit_bytes,
             folder=folder or pathlib.Path(scratch),
+            executables=pathlib.Path(scratch) / "executables",
         )
         compiling = Compiling(ledger, executor)
         measuring = Measuring(ledger, compiling.key)

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol, Self
 
 import jax
@@ -24,6 +25,7 @@ from autoshard.compat.executable import (
 from autoshard.layout import MeshShape
 from autoshard.module import Module
 from autoshard.rungs import numerics
+from autoshard.rungs.executables import kept
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.numerics import NumericsReport, Reference, Trajectory
 from autoshard.trial import Failure, Kind, Stage
@@ -79,10 +81,16 @@ class Bench:
     Args:
       placed: the devices at the places of a module's mesh, major to minor; by default the first of
         `jax.devices()`.
+      executables: folder with what another process has compiled; None where there is none.
     """
 
-    def __init__(self, placed: Callable[[MeshShape], Sequence[jax.Device]] | None = None):
+    def __init__(
+        self,
+        placed: Callable[[MeshShape], Sequence[jax.Device]] | None = None,
+        executables: Path | None = None,
+    ):
         self._placed = placed
+        self._executables = executables
         self._initial: tuple[np.ndarray, ...] | None = None
         self._batches: tuple[tuple[np.ndarray, ...], ...] = ()
         self._entries: dict[str, _Entry] = {}
@@ -216,9 +224,11 @@ class Bench:
         return entry.state, entry.batches
 
     def _compile(self, module: Module) -> Executable:
-        if self._placed is None:
-            return compile_module(module, jax.devices()[: module.device_count])
-        return compile_module(module, self._placed(module.mesh))
+        if self._placed is not None:
+            return compile_module(module, self._placed(module.mesh))
+        devices = jax.devices()[: module.device_count]
+        found = None if self._executables is None else kept(module, devices, self._executables)
+        return found or compile_module(module, devices)
 
     def _start(self) -> tuple[np.ndarray, ...]:
         if self._initial is None:

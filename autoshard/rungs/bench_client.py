@@ -29,12 +29,21 @@ class ChildBench:
       settings: platform, number of devices and output folder of the child.
       time_limit_s: for each load, run, trace, comparison and initialisation, seconds; beyond it
         the child is killed and the call's candidate fails with a timeout.
+      executables: folder with what workers have compiled for devices like the child's; what is not
+        there the child compiles.
 
     Every method but `unload` and `close` may raise WorkerError, when no child can be started.
     """
 
-    def __init__(self, settings: WorkerSettings, *, time_limit_s: float = 600.0):
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        time_limit_s: float = 600.0,
+        executables: Path | None = None,
+    ):
         self._worker = WorkerProcess(settings)
+        self._executables = executables
         self._time_limit_s = time_limit_s
         self._starts = 0
         self._inputs: tuple[Module | list[np.ndarray], list[list[np.ndarray]]] | None = None
@@ -104,7 +113,7 @@ class ChildBench:
         if self._inputs is None:
             raise RuntimeError("set_inputs must be called before anything is loaded")
         while self._starts != self._worker.starts or self._worker.pid is None:
-            failure = self._call(_set_inputs, *self._inputs)
+            failure = self._call(_set_inputs, *self._inputs, self._executables)
             if isinstance(failure, Failure):
                 return failure
             self._starts = self._worker.starts
@@ -138,10 +147,12 @@ _bench: Bench | None = None
 
 
 def _set_inputs(
-    init: Module | Sequence[np.ndarray], batches: Sequence[Sequence[np.ndarray]]
+    init: Module | Sequence[np.ndarray],
+    batches: Sequence[Sequence[np.ndarray]],
+    executables: Path | None,
 ) -> Failure | None:
     global _bench
-    _bench = _bench or Bench()
+    _bench = _bench or Bench(executables=executables)
     return _bench.set_inputs(init, batches)
 
 

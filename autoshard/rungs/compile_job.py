@@ -6,6 +6,7 @@ import platform
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
@@ -15,6 +16,7 @@ from autoshard.compat.executable import MemoryUse, compile_module
 from autoshard.errors import WorkerError
 from autoshard.module import Module
 from autoshard.rungs import worker as worker_module
+from autoshard.rungs.executables import keep
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
 from autoshard.target import Target
@@ -57,6 +59,7 @@ class CompileRequest:
       hardware: what to compile for where it is not here; None for CPU devices of the worker's own.
       order: for each place of the module's mesh the number of the hardware's device.
       compilers: what the answer must come from, as `compilers_here` says it.
+      executables: folder that takes the executable, for `executables.kept`; "" for none.
     """
 
     module: Module
@@ -65,13 +68,17 @@ class CompileRequest:
     hardware: Hardware | None = None
     order: tuple[int, ...] = ()
     compilers: str = ""
+    executables: str = ""
 
 
-def request_for(module: Module, target: Target, folder: str, time_limit_s: float) -> CompileRequest:
+def request_for(
+    module: Module, target: Target, folder: str, time_limit_s: float, executables: str = ""
+) -> CompileRequest:
     """How to compile a module for a target in a worker: for CPUs, or for what is not here.
 
     Args:
       folder: for the worker's output.
+      executables: takes the executable, where the target is here; "" for none.
     """
     return CompileRequest(
         module=module,
@@ -86,6 +93,7 @@ def request_for(module: Module, target: Target, folder: str, time_limit_s: float
         hardware=target.hardware,
         order=() if target.is_here else target.order(module.mesh),
         compilers=compilers_here(target.hardware.platform if target.hardware else None),
+        executables=executables if target.is_here else "",
     )
 
 
@@ -95,6 +103,7 @@ def compile_module_job(
     worker: WorkerProcess,
     hardware: Hardware | None = None,
     order: tuple[int, ...] = (),
+    executables: str = "",
 ) -> CompileResult | Failure:
     """Compiles `module` in `worker`, for CPU devices of its own or for hardware that is not here.
 
@@ -102,7 +111,13 @@ def compile_module_job(
     have been started as `deviceless`.
     """
     return worker.call(
-        _compile, module, hardware, order, stage=Stage.COMPILE, time_limit_s=time_limit_s
+        _compile,
+        module,
+        hardware,
+        order,
+        executables,
+        stage=Stage.COMPILE,
+        time_limit_s=time_limit_s,
     )
 
 
@@ -120,7 +135,12 @@ def compile_in_process(request: CompileRequest) -> CompileResult | Failure:
         )
     worker = worker_here(request.settings)
     return compile_module_job(
-        request.module, request.time_limit_s, worker, request.hardware, request.order
+        request.module,
+        request.time_limit_s,
+        worker,
+        request.hardware,
+        request.order,
+        request.executables,
     )
 
 
@@ -140,7 +160,7 @@ def compile_on(module: Module, devices: Sequence[jax.Device]) -> CompileResult |
 
 
 def _compile(
-    module: Module, hardware: Hardware | None, order: tuple[int, ...]
+    module: Module, hardware: Hardware | None, order: tuple[int, ...], executables: str
 ) -> CompileResult | Failure:
     """Runs in the worker."""
     before = os.fstat(2).st_size
@@ -152,6 +172,8 @@ def _compile(
             executable = compile_module(module, jax.devices()[: module.device_count])
             memory, text = executable.memory, executable.hlo_text
         elapsed_s = time.perf_counter() - begin
+        if hardware is None and executables:
+            keep(executable, Path(executables))
         return CompileResult(
             memory=memory,
             hlo_text=text,

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import pathlib
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,10 +79,11 @@ def run(
         shutil.copyfile(folder / "search.jsonl", folder / "sample.partial")
         (folder / "sample.partial").replace(journal)
     finalists = _finalists(store, task)
-    with opened(journal) as log:
+    with opened(journal) as log, tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
         ledger = sampling.open_ledger(
             task, case, store, log, seed=seed, budget=budget, callbacks=callbacks
         )
+        ledger.executables = pathlib.Path(scratch)
         sample = sampling.choose(ledger, finalists, settings.size)
         names = {f"p{number:02d}": one for number, one in enumerate(sample.programs)}
         places = {row: place for place, row in reversed(list(enumerate(sample.finalists)))}
@@ -184,7 +187,11 @@ def _bench(ledger: Ledger, settings: Settings) -> Iterator[ChildBench]:
       timing.MeasuringError: the initial state cannot be made.
     """
     program = ledger.subjects[0].analysis.program
-    bench = ChildBench(ledger.settings("fidelity"), time_limit_s=settings.call_limit_s)
+    bench = ChildBench(
+        ledger.settings("fidelity"),
+        time_limit_s=settings.call_limit_s,
+        executables=ledger.executables,
+    )
     try:
         failure = bench.set_inputs(
             lower_init(program, ledger.target),

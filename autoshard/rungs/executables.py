@@ -1,0 +1,40 @@
+"""Compiled programs on their way from the process that compiled them to the one that measures them.
+
+For CPU devices both run what the same compiler made, so that it need not be made twice. Whatever
+cannot be kept or read is compiled again: nothing depends on this but time.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from autoshard.compat.executable import Executable, load_module, serialized
+from autoshard.module import Module
+
+
+def keep(executable: Executable, folder: Path) -> None:
+    """Writes an executable, at once or not at all.
+
+    Args:
+      folder: of this machine and of these compilers alone; made when missing.
+    """
+    with contextlib.suppress(OSError, jax.errors.JaxRuntimeError):
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = _place(folder, executable.module)
+        partial = whole.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(serialized(executable))
+        partial.replace(whole)
+
+
+def kept(module: Module, devices: Sequence[jax.Device], folder: Path) -> Executable | None:
+    """The executable of a module on devices like those it was compiled for; None if not there."""
+    with contextlib.suppress(OSError, jax.errors.JaxRuntimeError):
+        return load_module(module, devices, _place(folder, module).read_bytes())
+    return None
+
+
+def _place(folder: Path, module: Module) -> Path:
+    return folder / module.digest
