@@ -122,7 +122,7 @@ def _measured(
     """The rounds, and the fresh pairs of the plan with each of its rivals."""
     modules: dict[str, Module] = {}
     ran: dict[str, Runner] = {}
-    peaks: dict[str, int] = {}
+    held: dict[str, int] = {}
     for name, one in names.items():
         row = ledger.rows[one.row]
         failure = _keeps_out(ledger, row)
@@ -130,8 +130,7 @@ def _measured(
         if isinstance(module, Failure):
             ran[name] = Runner(name=name, samples_s=(), rounds=(), failure=module)
         else:
-            assert isinstance(row.compiled, Estimate)
-            modules[name], peaks[name] = module, row.compiled.peak_memory_bytes
+            modules[name], held[name] = module, timing.held_bytes(module, _BATCHES)
 
     def tell(text: str) -> None:
         ledger.tell(Stage.PROFILE, 0, len(modules), text)
@@ -140,10 +139,10 @@ def _measured(
         ran |= timing.in_rounds(
             bench,
             modules,
-            peaks,
+            held,
             rounds=settings.rounds,
             seed=ledger.seed,
-            # Half is for what programs need while they run, and for sixty executables.
+            # Half is for what the one that runs needs besides, and for sixty executables.
             memory_bytes=ledger.target.memory_bytes // 2,
             on_progress=tell,
         )

@@ -21,7 +21,7 @@ class MeasuringError(RuntimeError):
 def in_rounds(
     bench: Benches,
     programs: Mapping[str, Module],
-    peak_bytes: Mapping[str, int],
+    held: Mapping[str, int],
     *,
     rounds: int,
     seed: int,
@@ -35,8 +35,9 @@ def in_rounds(
 
     Args:
       bench: its inputs are set.
-      peak_bytes: what each program needs on a device. Where not all fit at once, a round runs them
-        in blocks, with three steps a turn.
+      held: what each program holds on a device between its turns, bytes. Where not all fit at once,
+        a round runs them in blocks, with three steps a turn.
+      memory_bytes: what all of them may hold on a device at once.
 
     Returns:
       One entry for each program; those that failed say why.
@@ -69,11 +70,21 @@ def in_rounds(
         should_stop=progress,
         load=lambda name: bench.load(name, programs[name]),
         unload=bench.unload,
-        candidate_bytes=peak_bytes,
+        candidate_bytes=held,
         memory_bytes=memory_bytes,
     )
     ran = {runner.name: runner for runner in result.runners} | failed
     return {name: ran[name] for name in programs}
+
+
+def held_bytes(module: Module, batches: int) -> int:
+    """What a program loaded with so many batches holds on a device: its state and its batches."""
+    sizes = dict(module.mesh)
+    parts = [
+        spec.bytes // math.prod(sizes[m] for dim in spec.spec for m in dim)
+        for spec in module.inputs
+    ]
+    return sum(parts[: module.state_count]) + batches * sum(parts[module.state_count :])
 
 
 def fresh_pair(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard.compat.executable import compile_module
 from autoshard.cost import MODEL_REVISION
 from autoshard.driver import compiling
 from autoshard.journal import Journal, opened
@@ -28,7 +29,7 @@ from experiments.fidelity_parts import (
     timing,
 )
 from experiments.fidelity_parts.store import Store, Task
-from tests import workloads
+from tests import lowered, workloads
 
 
 @pytest.fixture
@@ -150,6 +151,29 @@ def test_nobody_leaves_the_rounds_however_slow() -> None:
     assert [r.rounds for r in ran.values()] == [tuple(range(12))] * 3
     orders = {tuple(bench.runs[i : i + 3]) for i in range(9, len(bench.runs) - 3, 3)}
     assert len(orders) > 2  # a fresh order in each round
+
+
+def test_what_a_program_holds_is_what_its_compiler_says_of_its_arguments() -> None:
+    module = lowered.train_module()
+    executable = compile_module(module, jax.devices())
+    assert timing.held_bytes(module, 1) == executable.memory.arguments_bytes
+    whole = dataclasses.replace(module, inputs=module.inputs[: module.state_count])
+    batch = timing.held_bytes(module, 1) - timing.held_bytes(whole, 1)
+    assert timing.held_bytes(module, 3) == timing.held_bytes(module, 1) + 2 * batch
+
+
+def test_programs_are_loaded_once_where_all_that_they_hold_fits() -> None:
+    for held, turns in ((4, 1), (6, 3)):
+        bench = FakeBench({"a": 0.1, "b": 0.1}, {})
+        ran = timing.in_rounds(
+            bench,
+            dict.fromkeys(bench.seconds),
+            {"a": held, "b": held},
+            rounds=4,
+            seed=0,
+            memory_bytes=10,
+        )
+        assert {len(r.samples_s) for r in ran.values()} == {4 * turns}
 
 
 def test_a_program_that_breaks_says_so_and_the_others_go_on() -> None:
