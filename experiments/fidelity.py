@@ -8,7 +8,7 @@ Command: python -m experiments.fidelity
          the tables again: python -m experiments.fidelity --part=report
 Cost: on 2 quiet cores, for all three parts of a case on 4 devices with --limit=60: 2 minutes for
   the MLP, 6 for the recurrent and the graph network, 14 for the recommender (about 60 programs are
-  compiled twice and run in --rounds rounds; a comparison by hand takes up to --limit seconds).
+  compiled and run in --rounds rounds; a comparison by hand takes up to --limit seconds).
 Expected: the goals that docs/fidelity.md states; what misses one is red.
 
 Each part of each case runs in a process of its own and leaves results/fidelity/<case>-<devices>/
