@@ -43,8 +43,7 @@ class Compiling:
         self._ledger = ledger
         self._executor = executor
         # The user's executor may compile on other machines, whose programs are not for this one.
-        here = executor is None and ledger.executables is not None
-        self._executables = str(ledger.executables) if here else ""
+        self._executables = ledger.executables if executor is None else None
         self._waiting: dict[concurrent.futures.Future[CompileResult | Failure], _Asked] = {}
 
     @contextlib.contextmanager

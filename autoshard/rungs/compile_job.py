@@ -59,7 +59,7 @@ class CompileRequest:
       hardware: what to compile for where it is not here; None for CPU devices of the worker's own.
       order: for each place of the module's mesh the number of the hardware's device.
       compilers: what the answer must come from, as `compilers_here` says it.
-      executables: folder that takes the executable, for `executables.kept`; "" for none.
+      executables: folder that takes the executable, for `executables.kept`; None for none.
     """
 
     module: Module
@@ -68,17 +68,21 @@ class CompileRequest:
     hardware: Hardware | None = None
     order: tuple[int, ...] = ()
     compilers: str = ""
-    executables: str = ""
+    executables: Path | None = None
 
 
 def request_for(
-    module: Module, target: Target, folder: str, time_limit_s: float, executables: str = ""
+    module: Module,
+    target: Target,
+    folder: str,
+    time_limit_s: float,
+    executables: Path | None = None,
 ) -> CompileRequest:
     """How to compile a module for a target in a worker: for CPUs, or for what is not here.
 
     Args:
       folder: for the worker's output.
-      executables: takes the executable, where the target is here; "" for none.
+      executables: takes the executable, where the target is here; None for none.
     """
     return CompileRequest(
         module=module,
@@ -93,7 +97,7 @@ def request_for(
         hardware=target.hardware,
         order=() if target.is_here else target.order(module.mesh),
         compilers=compilers_here(target.hardware.platform if target.hardware else None),
-        executables=executables if target.is_here else "",
+        executables=executables if target.is_here else None,
     )
 
 
@@ -103,7 +107,7 @@ def compile_module_job(
     worker: WorkerProcess,
     hardware: Hardware | None = None,
     order: tuple[int, ...] = (),
-    executables: str = "",
+    executables: Path | None = None,
 ) -> CompileResult | Failure:
     """Compiles `module` in `worker`, for CPU devices of its own or for hardware that is not here.
 
@@ -160,7 +164,7 @@ def compile_on(module: Module, devices: Sequence[jax.Device]) -> CompileResult |
 
 
 def _compile(
-    module: Module, hardware: Hardware | None, order: tuple[int, ...], executables: str
+    module: Module, hardware: Hardware | None, order: tuple[int, ...], executables: Path | None
 ) -> CompileResult | Failure:
     """Runs in the worker."""
     before = os.fstat(2).st_size
@@ -172,8 +176,8 @@ def _compile(
             executable = compile_module(module, jax.devices()[: module.device_count])
             memory, text = executable.memory, executable.hlo_text
         elapsed_s = time.perf_counter() - begin
-        if hardware is None and executables:
-            keep(executable, Path(executables))
+        if hardware is None and executables is not None:
+            keep(executable, executables)
         return CompileResult(
             memory=memory,
             hlo_text=text,

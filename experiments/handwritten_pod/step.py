@@ -122,7 +122,7 @@ def _gathered(rules: Rules, params: Any, size: PodSize) -> Any:
         name = jax.tree_util.keystr(path)
         kept = any(name.endswith(f"['{word}']") for word in FLOAT32)
         cast = x if kept else x.astype(size.model.dtype)
-        # Without the first constraint the sharding of the result would be that of the cast too.
+        # The cast is divided as the parameter is: what travels is narrow.
         cast = jax.lax.with_sharding_constraint(cast, rules.param(name, x.shape))
         return jax.lax.with_sharding_constraint(cast, rules.used(name, x.shape))
 

@@ -1,7 +1,6 @@
 """Rung 2's own pool: what it leaves behind when a search is interrupted."""
 
 import concurrent.futures
-import pathlib
 import threading
 import time
 
@@ -56,8 +55,8 @@ def test_what_this_search_compiles_itself_waits_to_be_measured(quick, monkeypatc
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         quick(executor=None if own else executor)
     (folder,) = folders
-    assert bool(folder) == own
-    assert not folder or not pathlib.Path(folder).exists(), "gone with the search"
+    assert (folder is not None) == own
+    assert folder is None or not folder.exists(), "gone with the search"
 
 
 def test_the_bench_looks_where_the_compiler_wrote(ledger, tmp_path):

@@ -13,19 +13,11 @@ from autoshard.rungs.bench import Bench
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.compile_job import CompileResult, compile_module_job, request_for
 from autoshard.rungs.executables import keep, kept
-from autoshard.rungs.worker import WorkerProcess, WorkerSettings
+from autoshard.rungs.worker import WorkerSettings
 from autoshard.target import find_target
 from tests import lowered
 
 DATA = (("data", 8),)
-
-
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("worker"))
-    worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=8, folder=folder))
-    yield worker
-    worker.close()
 
 
 def factor_module():
@@ -39,15 +31,15 @@ def factor_module():
 
 
 def started(executables, module):
-    """A bench that may compile nothing, with the module loaded."""
+    """A bench with the module loaded, and what loading it gave."""
     bench = Bench(executables=executables)
     bench.set_inputs(jax.tree.leaves(lowered.init_state()), lowered.make_batches())
     return bench, bench.load("it", module)
 
 
-def test_a_bench_runs_what_a_worker_compiled(worker, tmp_path, monkeypatch):
+def test_a_bench_runs_what_a_worker_compiled(compiler, tmp_path, monkeypatch):
     module = lowered.train_module()
-    result = compile_module_job(module, 120, worker, executables=str(tmp_path / "new"))
+    result = compile_module_job(module, 120, compiler, executables=tmp_path / "new")
     assert isinstance(result, CompileResult)
     assert [path.name for path in (tmp_path / "new").iterdir()] == [module.digest]
     executable = kept(module, jax.devices(), tmp_path / "new")
@@ -63,9 +55,9 @@ def test_a_bench_runs_what_a_worker_compiled(worker, tmp_path, monkeypatch):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_routines_of_lapack_are_there_where_nothing_was_lowered(worker, tmp_path):
+def test_routines_of_lapack_are_there_where_nothing_was_lowered(compiler, tmp_path):
     module = factor_module()
-    compile_module_job(module, 120, worker, executables=str(tmp_path))
+    compile_module_job(module, 120, compiler, executables=tmp_path)
     bench = ChildBench(
         WorkerSettings(platform="cpu", device_count=8, folder=str(tmp_path)),
         time_limit_s=120,
@@ -124,5 +116,5 @@ def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path):
 
 def test_only_programs_of_this_machine_are_kept(tmp_path):
     module, target = lowered.train_module(), find_target(jax.devices())
-    assert request_for(module, target, "", 1.0, str(tmp_path)).executables == str(tmp_path)
-    assert not request_for(module, target, "", 1.0).executables
+    assert request_for(module, target, "", 1.0, tmp_path).executables == tmp_path
+    assert request_for(module, target, "", 1.0).executables is None
