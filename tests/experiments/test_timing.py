@@ -1,0 +1,91 @@
+"""Step times of many programs: who runs when, who stays loaded, and fresh pairs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from autoshard.compat.executable import compile_module
+from autoshard.trial import Failure, Kind, Stage
+from experiments.fidelity_parts import timing
+from tests import lowered
+
+
+class FakeBench:
+    """A bench whose programs take a stated time. One breaks when it is run for the n-th time."""
+
+    def __init__(self, seconds: dict[str, float], breaks: dict[str, int]):
+        self.seconds, self.breaks = seconds, breaks
+        self.runs: list[str] = []
+
+    def load(self, name: str, module: object) -> object:
+        return None
+
+    def unload(self, name: str) -> None:
+        pass
+
+    def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
+        self.runs.append(name)
+        if self.runs.count(name) > self.breaks.get(name, 10**9):
+            return Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="broke")
+        return (self.seconds[name],) * steps
+
+
+def in_rounds(bench: Any, rounds: int) -> dict[str, Any]:
+    return timing.in_rounds(
+        bench,
+        dict.fromkeys(bench.seconds),
+        {},
+        rounds=rounds,
+        seed=0,
+        memory_bytes=1,
+    )
+
+
+def test_nobody_leaves_the_rounds_however_slow() -> None:
+    bench = FakeBench({"a": 0.1, "b": 10.0, "c": 0.1}, {})
+    ran = in_rounds(bench, 12)
+    assert all(len(r.samples_s) == 12 and r.failure is None for r in ran.values())
+    assert [r.rounds for r in ran.values()] == [tuple(range(12))] * 3
+    orders = {tuple(bench.runs[i : i + 3]) for i in range(9, len(bench.runs) - 3, 3)}
+    assert len(orders) > 2  # a fresh order in each round
+
+
+def test_what_a_program_holds_is_what_its_compiler_says_of_its_arguments() -> None:
+    module = lowered.train_module()
+    executable = compile_module(module, jax.devices())
+    assert timing.held_bytes(module, 1) == executable.memory.arguments_bytes
+    whole = dataclasses.replace(module, inputs=module.inputs[: module.state_count])
+    batch = timing.held_bytes(module, 1) - timing.held_bytes(whole, 1)
+    assert timing.held_bytes(module, 3) == timing.held_bytes(module, 1) + 2 * batch
+
+
+def test_programs_are_loaded_once_where_all_that_they_hold_fits() -> None:
+    for held, turns in ((4, 1), (6, 3)):
+        bench = FakeBench({"a": 0.1, "b": 0.1}, {})
+        ran = timing.in_rounds(
+            bench,
+            dict.fromkeys(bench.seconds),
+            {"a": held, "b": held},
+            rounds=4,
+            seed=0,
+            memory_bytes=10,
+        )
+        assert {len(r.samples_s) for r in ran.values()} == {4 * turns}
+
+
+def test_a_program_that_breaks_says_so_and_the_others_go_on() -> None:
+    ran = in_rounds(FakeBench({"a": 0.1, "b": 0.2, "c": 0.3}, {"b": 0, "c": 4}), 6)
+    assert len(ran["a"].samples_s) == 6
+    assert ran["b"].failure is not None and ran["b"].samples_s == ()
+    assert ran["c"].failure is not None and ran["c"].failure.message == "broke"
+
+
+def test_fresh_pairs_take_the_bench_s_own_times() -> None:
+    bench: Any = FakeBench({"first": 0.3, "second": 0.2}, {})
+    found = timing.fresh_pair(bench, None, None, limit_s=100.0, seed=0)  # type: ignore[arg-type]
+    assert found.decided and found.ratio == pytest.approx(1.5)
+    broken: Any = FakeBench({"first": 0.3, "second": 0.2}, {"second": 3})
+    with pytest.raises(timing.MeasuringError, match="second"):
+        timing.fresh_pair(broken, None, None, limit_s=100.0, seed=0)  # type: ignore[arg-type]
