@@ -45,8 +45,10 @@ def distributed_optimizer(mesh: AnyMesh, size: PodSize) -> HandStep:
     """Megatron-LM's `--use-distributed-optimizer`, tensor parallel over mesh axis `model`.
 
     Master weights and moments are divided over `data` too, gradients reduce-scattered; parameters
-    are gathered once a step, in the dtype of the matmuls (Megatron Core, docs on the distributed
-    optimizer; Rajbhandari et al. 2020, section 5.1).
+    are gathered once a step, in the dtype of the matmuls. Source: Megatron Core's user guide,
+    "Distributed Optimizer" (looked up in November 2026), after Rajbhandari et al. 2020. Megatron
+    keeps all gradients whole until the backward pass has ended; here XLA may scatter a layer's
+    sooner.
     """
     rules = Rules(
         mesh,
