@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 
 from autoshard.layout import Spec
 
@@ -24,8 +25,6 @@ class ArraySpec:
     @property
     def bytes(self) -> int:
         """Size of the whole array, bytes."""
-        import math
-
         import numpy as np
 
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
@@ -53,10 +52,16 @@ class Module:
 
     @property
     def device_count(self) -> int:
-        count = 1
-        for _, size in self.mesh:
-            count *= size
-        return count
+        return math.prod(size for _, size in self.mesh)
+
+    def held_bytes(self, batches: int) -> int:
+        """What the state and so many batches take on one device, bytes."""
+        sizes = dict(self.mesh)
+        parts = [
+            array.bytes // math.prod(sizes[m] for dim in array.spec for m in dim)
+            for array in self.inputs
+        ]
+        return sum(parts[: self.state_count]) + batches * sum(parts[self.state_count :])
 
     @property
     def digest(self) -> str:

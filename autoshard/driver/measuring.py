@@ -12,7 +12,7 @@ from autoshard.program import sample_batch
 from autoshard.rungs import profile
 from autoshard.rungs.bench import Bench, Benches
 from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.race import RaceSettings
+from autoshard.rungs.race import Footprint, RaceSettings
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Outcome, Stage
 
 _BATCHES = 2
@@ -133,7 +133,7 @@ class Measuring:
                 profile.Finalist(
                     name=name,
                     module=module,
-                    peak_bytes=compiled.peak_memory_bytes,
+                    footprint=footprint(module, compiled.peak_memory_bytes),
                     reference=reference,
                     checked=checked,
                     traced=wave == "final",
@@ -221,6 +221,12 @@ def _joined(
         trace=later.trace or earlier.trace,
         elapsed_s=earlier.elapsed_s + later.elapsed_s,
     )
+
+
+def footprint(module: Module, peak_bytes: int) -> Footprint:
+    """What a program takes that is raced; the compiler's peak is that of one step and batch."""
+    running = peak_bytes - module.held_bytes(1)
+    return Footprint(held=module.held_bytes(_BATCHES), running=max(0, running))
 
 
 def _crashed() -> Failure:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
-from autoshard.rungs.race import RaceSettings, race
+from autoshard.rungs.race import Footprint, RaceSettings, race
 from autoshard.rungs.traces import read_trace
 from autoshard.trial import DeviceProfile, Failure, Measurement
 
@@ -22,7 +22,7 @@ class Finalist:
     Attributes:
       name: distinct among the finalists.
       module: the program that will run.
-      peak_bytes: what it needs on a device, from rung 2.
+      footprint: what it takes on a device, loaded and running.
       reference: name of the unsharded program of the same knobs, "" to leave numerics unchecked.
       checked: an earlier measurement whose numerics check stands, None if there is none.
       traced: whether the profiler runs on it once it has been measured.
@@ -30,7 +30,7 @@ class Finalist:
 
     name: str
     module: Module
-    peak_bytes: int
+    footprint: Footprint
     reference: str
     checked: Measurement | None
     traced: bool
@@ -142,7 +142,7 @@ def judge(
         should_stop=stop,
         load=lambda name: bench.load(name, by_name[name].module),
         unload=bench.unload,
-        candidate_bytes={f.name: f.peak_bytes for f in racing},
+        footprints={f.name: f.footprint for f in racing},
         memory_bytes=memory_bytes,
     )
     for runner in result.runners:

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import scipy.special  # type: ignore[import-untyped]
 
@@ -52,6 +52,19 @@ class RaceSettings:
     min_turn_s: float = 0.01
     max_steps: int = 16
     block_steps: int = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What a candidate takes of a device's memory, bytes.
+
+    Attributes:
+      held: while it is loaded.
+      running: beyond that, while it runs; one runs at a time.
+    """
+
+    held: int = 0
+    running: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +147,7 @@ def race(
     should_stop: Callable[[], bool] = lambda: False,
     load: Callable[[str], object] = lambda name: None,
     unload: Callable[[str], None] = lambda name: None,
-    candidate_bytes: Mapping[str, int] | None = None,
+    footprints: Mapping[str, Footprint] | None = None,
     memory_bytes: int | None = None,
 ) -> RaceResult:
     """Races candidates until one is left, the leaders tie, or time is up.
@@ -146,15 +159,15 @@ def race(
       should_stop: asked before each round.
       load, unload: make a candidate ready to run and free its memory. `load` may return or raise a
         failure too. After each load one step runs unrecorded. What is loaded stays so at the end.
-      candidate_bytes, memory_bytes: what each candidate needs while loaded, and what there is on a
-        device. Where all do not fit, each round runs them in blocks that do, with
-        `settings.block_steps` steps a turn.
+      footprints, memory_bytes: what each candidate takes, and what there is on a device. Where all
+        do not fit, each round runs them in blocks that do, with `settings.block_steps` steps a
+        turn.
     """
     lanes = {name: _Lane(name) for name in names}
     if len(lanes) != len(names):
         raise ValueError(f"names must be distinct, got {list(names)}")
     order = random.Random(seed)
-    track = _Track(run, load, unload, candidate_bytes or {}, memory_bytes)
+    track = _Track(run, load, unload, footprints or {}, memory_bytes)
     steps = 1
     round_ = 0
     ended = ""
@@ -202,35 +215,29 @@ class _Track:
         run: Run,
         load: Callable[[str], object],
         unload: Callable[[str], None],
-        candidate_bytes: Mapping[str, int],
+        footprints: Mapping[str, Footprint],
         memory_bytes: int | None,
     ):
         self._run, self._load, self._unload = run, load, unload
-        self._bytes, self._limit = candidate_bytes, memory_bytes
+        self._footprints, self._limit = footprints, memory_bytes
         self._loaded: set[str] = set()
 
     def blocks(self, lanes: Sequence[_Lane]) -> list[list[_Lane]]:
         """Consecutive lanes that fit memory together; one too large alone is still tried alone."""
         blocks: list[list[_Lane]] = []
-        free = 0
         for lane in lanes:
-            size = self._bytes.get(lane.name, 0)
-            if not blocks or (self._limit is not None and size > free):
+            if not blocks or not self._fit({lane.name, *(other.name for other in blocks[-1])}):
                 blocks.append([])
-                free = self._limit or 0
             blocks[-1].append(lane)
-            free -= size
         return blocks
 
     def enter(self, block: Sequence[_Lane], round_: int) -> None:
         """Makes the block loaded, and others too only as far as they fit beside it."""
         names = {lane.name for lane in block}
-        if self._limit is not None:
-            total = sum(self._bytes.get(name, 0) for name in names | self._loaded)
-            if total > self._limit:
-                for name in sorted(self._loaded - names):
-                    self._unload(name)
-                self._loaded &= names
+        if not self._fit(names | self._loaded):
+            for name in sorted(self._loaded - names):
+                self._unload(name)
+            self._loaded &= names
         for lane in block:
             if lane.name not in self._loaded:
                 failure = self._guarded(self._load, lane.name)
@@ -239,6 +246,13 @@ class _Track:
                     failure = self._guarded(self._run, lane.name, 1)  # warm-up
                 if isinstance(failure, Failure):
                     self._fail(lane, failure, round_)
+
+    def _fit(self, names: Collection[str]) -> bool:
+        """Whether all these can be loaded and each of them can run."""
+        if self._limit is None:
+            return True
+        taken = [self._footprints.get(name, Footprint()) for name in names]
+        return sum(t.held for t in taken) + max(t.running for t in taken) <= self._limit
 
     def turn(self, lane: _Lane, steps: int, round_: int) -> None:
         samples = self._guarded(self._run, lane.name, steps)

@@ -130,7 +130,7 @@ def _measured(
         if isinstance(module, Failure):
             ran[name] = Runner(name=name, samples_s=(), rounds=(), failure=module)
         else:
-            modules[name], held[name] = module, timing.held_bytes(module, _BATCHES)
+            modules[name], held[name] = module, module.held_bytes(_BATCHES)
 
     def tell(text: str) -> None:
         ledger.tell(Stage.PROFILE, 0, len(modules), text)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
-from autoshard.rungs.race import RaceSettings, Runner, race
+from autoshard.rungs.race import Footprint, RaceSettings, Runner, race
 from autoshard.trial import Failure, Kind, Stage
 from experiments import pairs
 
@@ -70,21 +70,11 @@ def in_rounds(
         should_stop=progress,
         load=lambda name: bench.load(name, programs[name]),
         unload=bench.unload,
-        candidate_bytes=held,
+        footprints={name: Footprint(held=size) for name, size in held.items()},
         memory_bytes=memory_bytes,
     )
     ran = {runner.name: runner for runner in result.runners} | failed
     return {name: ran[name] for name in programs}
-
-
-def held_bytes(module: Module, batches: int) -> int:
-    """What a program loaded with so many batches holds on a device: its state and its batches."""
-    sizes = dict(module.mesh)
-    parts = [
-        spec.bytes // math.prod(sizes[m] for dim in spec.spec for m in dim)
-        for spec in module.inputs
-    ]
-    return sum(parts[: module.state_count]) + batches * sum(parts[module.state_count :])
 
 
 def fresh_pair(

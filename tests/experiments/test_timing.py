@@ -1,15 +1,11 @@
 """Step times of many programs: who runs when, who stays loaded, and fresh pairs."""
 
-import dataclasses
 from typing import Any
 
-import jax
 import pytest
 
-from autoshard.compat.executable import compile_module
 from autoshard.trial import Failure, Kind, Stage
 from experiments.fidelity_parts import timing
-from tests import lowered
 
 
 class FakeBench:
@@ -50,15 +46,6 @@ def test_nobody_leaves_the_rounds_however_slow() -> None:
     assert [r.rounds for r in ran.values()] == [tuple(range(12))] * 3
     orders = {tuple(bench.runs[i : i + 3]) for i in range(9, len(bench.runs) - 3, 3)}
     assert len(orders) > 2  # a fresh order in each round
-
-
-def test_what_a_program_holds_is_what_its_compiler_says_of_its_arguments() -> None:
-    module = lowered.train_module()
-    executable = compile_module(module, jax.devices())
-    assert timing.held_bytes(module, 1) == executable.memory.arguments_bytes
-    whole = dataclasses.replace(module, inputs=module.inputs[: module.state_count])
-    batch = timing.held_bytes(module, 1) - timing.held_bytes(whole, 1)
-    assert timing.held_bytes(module, 3) == timing.held_bytes(module, 1) + 2 * batch
 
 
 def test_programs_are_loaded_once_where_all_that_they_hold_fits() -> None:

@@ -9,7 +9,7 @@ import pytest
 from autoshard.rungs.bench import Bench
 from autoshard.rungs.numerics import LeafError, NumericsReport
 from autoshard.rungs.profile import Finalist, judge
-from autoshard.rungs.race import RaceSettings
+from autoshard.rungs.race import Footprint, RaceSettings
 from autoshard.trial import Failure, Kind, Measurement, Stage
 from tests import lowered
 
@@ -65,7 +65,7 @@ def finalist(name, **changes):
     fields = {
         "name": name,
         "module": object(),
-        "peak_bytes": 10,
+        "footprint": Footprint(held=5, running=5),
         "reference": "ref",
         "checked": None,
         "traced": False,

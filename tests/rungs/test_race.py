@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from autoshard.rungs.race import RaceSettings, race, trimmed_mean
+from autoshard.rungs.race import Footprint, RaceSettings, race, trimmed_mean
 from autoshard.trial import Failure, Kind, Stage
 
 OOM = Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="too much")
@@ -204,10 +204,10 @@ def test_very_short_steps_are_repeated():
 
 def test_everything_is_loaded_once_where_it_fits():
     machine = Machine(TIMES)
-    sizes = dict.fromkeys(TIMES, 10)
+    sizes = dict.fromkeys(TIMES, Footprint(held=10))
     race(
         list(TIMES), machine.run, seed=0, load=machine.load, unload=machine.unload,
-        candidate_bytes=sizes, memory_bytes=40,
+        footprints=sizes, memory_bytes=40,
     )  # fmt: skip
     assert [call for call in machine.calls if call[0] == "load"] == [
         ("load", name) for name in dict.fromkeys(name for _, name in machine.calls)
@@ -215,13 +215,25 @@ def test_everything_is_loaded_once_where_it_fits():
     assert machine.loaded == {"b"}, "who was dropped is unloaded"
 
 
+def test_only_one_runs_at_a_time():
+    """What the others would need while they run is not taken."""
+    for limit, together in ((39, 3), (40, 4)):
+        machine = Machine(TIMES)
+        takes = dict.fromkeys(TIMES, Footprint(held=5, running=20))
+        race(
+            list(TIMES), machine.run, seed=0, load=machine.load, unload=machine.unload,
+            footprints=takes, memory_bytes=limit,
+        )  # fmt: skip
+        assert machine.most_loaded == together
+
+
 @pytest.mark.parametrize("limit", [10, 25])
 def test_blocks_alternate_where_memory_is_short(limit):
     machine = Machine(TIMES, drift=0.2)
-    sizes = dict.fromkeys(TIMES, 10)
+    sizes = dict.fromkeys(TIMES, Footprint(held=10))
     result = race(
         list(TIMES), machine.run, seed=0, load=machine.load, unload=machine.unload,
-        candidate_bytes=sizes, memory_bytes=limit,
+        footprints=sizes, memory_bytes=limit,
     )  # fmt: skip
     assert machine.most_loaded == limit // 10
     assert result.winner == "b"
