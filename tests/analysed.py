@@ -19,6 +19,7 @@ from autoshard.target import Target, find_target
 from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from tests import programs
+from tests.compiled import compiled
 
 CONSTANTS = Constants(
     device="test",
@@ -37,9 +38,6 @@ CONSTANTS = Constants(
     date="2026-01-01",
 )
 COST = CostModel(CONSTANTS)
-
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Compile options: the values count here, not the speed."""
 
 
 @functools.cache
@@ -97,8 +95,8 @@ def run(of: Subject, layout: Layout) -> list[np.ndarray]:
         jax.device_put(x, s)
         for x, s in zip(arguments(of), lowering.shardings(mesh, specs.inputs), strict=True)
     ]
-    compiled = step.lower(*lowering.shapes(of.analysis.program.inputs)).compile(QUICK)
-    return programs.flat_values(compiled(*placed))
+    ready = compiled(step, *lowering.shapes(of.analysis.program.inputs))
+    return programs.flat_values(ready(*placed))
 
 
 def run_plain(of: Subject) -> list[np.ndarray]:
@@ -108,9 +106,7 @@ def run_plain(of: Subject) -> list[np.ndarray]:
     count = len(of.analysis.program.state)
     state = jax.tree.unflatten(of.analysis.program.state_tree, flat[:count])
     batch = jax.tree.unflatten(of.analysis.program.batch_tree, flat[count:])
-    return programs.flat_values(
-        jax.jit(workload.step).lower(state, batch).compile(QUICK)(state, batch)
-    )
+    return programs.flat_values(compiled(workload.step, state, batch)(state, batch))
 
 
 def worst_error(of: Subject, got: list[np.ndarray], want: list[np.ndarray]) -> float:

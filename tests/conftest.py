@@ -1,6 +1,7 @@
 """Tests run on 8 fake CPU devices; with `-m gpu` those marked so run on the GPUs that JAX finds."""
 
 import dataclasses
+import os
 import pathlib
 
 import hypothesis
@@ -46,7 +47,9 @@ class Searched:
 
 @pytest.fixture(scope="session")
 def calibration(tmp_path_factory):
-    return tmp_path_factory.mktemp("calibration")
+    """The folder of all processes of a run: who comes later finds what the first measured."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibration"
 
 
 @pytest.fixture(scope="session")

@@ -37,12 +37,13 @@ def decoder_fn(remat: str = "none", accumulate: int = 1) -> autoshard.Workload:
 
 
 @pytest.mark.slow
-def test_nnx_search_with_knobs_trains():
+def test_nnx_search_with_knobs_trains(calibration):
     plan = autoshard.search(
         decoder_fn,
         jax.devices(),
         knobs={"remat": ("none", "full"), "accumulate": (1, 2)},
         budget=BUDGET,
+        calibration=calibration,
     )
     tried = {t.candidate.knobs for t in plan.evidence.trials}
     assert len(tried) == 4, "every combination of knobs is searched"
@@ -86,8 +87,8 @@ def linen_fn() -> autoshard.Workload:
     )
 
 
-def test_linen_search_speaks_the_models_own_axis_names():
-    plan = autoshard.search(linen_fn, jax.devices(), budget=BUDGET)
+def test_linen_search_speaks_the_models_own_axis_names(calibration):
+    plan = autoshard.search(linen_fn, jax.devices(), budget=BUDGET, calibration=calibration)
     names = {name for name, _, _ in plan.evidence.axes}
     assert {"batch", "mlp", "embed"} <= names
     assert "mlp" in str(plan)

@@ -218,6 +218,7 @@ def count(journal, rung, record):
     return found
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_done_twice(
     searched, tmp_path, calibration
 ):

@@ -19,8 +19,8 @@ MEASURED = autoshard.Budget(candidates=16, compiles=3, profiles=2, rounds=2)
 # One with tables, one with state besides its parameters, one in Linen with loops. Not CLIP:
 # XLA's threads for CPU run out in some of its layouts, and its devices wait for each other.
 MEASURED_CASES = ("recommender", "graph_network", "linen_recurrent")
-# An unrolled net of many norms and convolutions: longest to trace, to judge and to compile.
-SLOW_CASES = ("unet",)
+# One of each kind that is soon traced, judged and compiled; the others are marked slow.
+QUICKLY = ("mlp", "vit", "recurrent", "recommender", "plain_gpt")
 STEPS = 4  # learning rates that warm up start at zero
 
 
@@ -47,7 +47,7 @@ def compiler(hurried, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_CASES else n for n in CASES]
+    "name", [pytest.param(n, marks=() if n in QUICKLY else pytest.mark.slow) for n in CASES]
 )
 def test_a_search_with_no_annotation_gives_a_plan_that_trains(quick, name):
     chosen = case(name, "small")

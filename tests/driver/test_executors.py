@@ -1,6 +1,7 @@
 """Compiling on somebody else's executor: Dask, one of whose two worker processes dies."""
 
 import os
+import pathlib
 import signal
 
 import jax
@@ -14,8 +15,11 @@ from tests import workloads
 distributed = pytest.importorskip("distributed")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # dask's own, of sockets and event loops
-def test_a_dask_worker_killed_in_mid_search_costs_nothing_but_time(tmp_path) -> None:
+def test_a_dask_worker_killed_in_mid_search_costs_nothing_but_time(
+    tmp_path: pathlib.Path, calibration: pathlib.Path
+) -> None:
     killed: list[int] = []
     with (
         distributed.LocalCluster(
@@ -40,6 +44,7 @@ def test_a_dask_worker_killed_in_mid_search_costs_nothing_but_time(tmp_path) -> 
             budget=autoshard.Budget(candidates=40, compiles=6, profiles=0),
             executor=client.get_executor(),
             journal=tmp_path / "journal.jsonl",
+            calibration=calibration,
             callbacks=[kill_one],
         )
     compiled = [t.compiled for t in plan.evidence.trials if t.compiled is not None]

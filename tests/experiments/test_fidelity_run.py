@@ -187,6 +187,7 @@ def test_a_small_space_is_taken_whole(
     }
 
 
+@pytest.mark.slow
 def test_a_case_goes_through_search_sample_and_report(
     kept: Store, calibration: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

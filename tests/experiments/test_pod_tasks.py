@@ -61,9 +61,8 @@ def test_the_experts_are_one_logical_axis():
     assert not found[0].is_loop
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("llama3-tiny", marks=pytest.mark.slow), "mixtral-tiny"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3-tiny", "mixtral-tiny"])
 def test_the_miniatures_are_searched(name, quick):
     model_fn, _ = task(name)
     plan = quick(model_fn, budget=autoshard.Budget(candidates=6, compiles=1, profiles=0))

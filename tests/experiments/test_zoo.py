@@ -29,7 +29,12 @@ from models.decoder import LLAMA3_8B
 from models.mlp import MLPConfig
 from tests.compiled import compiled
 
+# Of many layers, none of them scanned: longest to trace.
+LONG = ("resnet152", "unet")
 each_case = pytest.mark.parametrize("name", CASES)
+each_case_traced = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in CASES]
+)
 
 
 def flop_of(function, *args):
@@ -149,7 +154,7 @@ def test_the_factor_is_the_smallest_and_the_batch_the_largest():
         choose(published, lambda config, examples: 1e12)
 
 
-@each_case
+@each_case_traced
 def test_recorded_factors_and_batches_are_those_of_the_rule(name):
     published, (factor, batch_size) = PUBLISHED[name], SHRUNK[name]
 
@@ -170,9 +175,9 @@ def test_recorded_factors_and_batches_are_those_of_the_rule(name):
         ("encoder_decoder", 247_577_856, 0),
         ("vit", 86_567_656, 0),
         ("resnet50", 25_557_032, 0),
-        ("resnet152", 60_192_808, 0),
+        pytest.param("resnet152", 60_192_808, 0, marks=pytest.mark.slow),
         ("moe", 46_702_792_704, 0),
-        ("unet", 35_746_307, 0),
+        pytest.param("unet", 35_746_307, 0, marks=pytest.mark.slow),
         ("state_space", 129_135_360, 0),
         ("recurrent", 57e6, 0.01),
         ("recommender", 540e6, 2e-3),

@@ -22,6 +22,7 @@ from tests.compiled import compiled
 from tests.models.descent import descend, made, parameter_count
 
 
+@pytest.mark.slow
 def test_training_pairs_images_with_captions():
     config = CLIPConfig()
     model = made(CLIP, config)

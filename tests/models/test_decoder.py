@@ -33,6 +33,7 @@ def test_a_position_sees_only_the_past():
     assert (changed[7:] > 0).all()
 
 
+@pytest.mark.slow
 def test_scanned_equals_unrolled():
     scanned = Decoder(DecoderConfig(**SMALL, scanned=True))
     unrolled = Decoder(DecoderConfig(**SMALL, scanned=False))

@@ -17,6 +17,7 @@ def counts(model):
     return [int(count[...]) for count in jax.tree.leaves(nnx.state(model, nnx.RngCount))]
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_advances_the_noise():
     config = UNetConfig(width=8)
     model = made(UNet, config)
