@@ -47,7 +47,7 @@ class Searched:
 
 @pytest.fixture(scope="session")
 def calibration(tmp_path_factory):
-    """The folder of all processes of a run: who comes later finds what the first measured."""
+    """One folder for all processes of a run: who begins later finds what another measured."""
     base = tmp_path_factory.getbasetemp()
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibration"
 

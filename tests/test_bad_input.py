@@ -102,7 +102,6 @@ def test_a_batch_of_values_is_no_batch_of_shapes(quick):
         quick(stateless(keep, batch={"x": 3}))
 
 
-@pytest.mark.slow
 def test_a_batch_that_no_mesh_axis_divides_is_left_whole(quick):
     plan = quick(lambda: mlp(batch=7))
     assert plan.batch_shardings["x"].is_fully_replicated

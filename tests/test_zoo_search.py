@@ -19,7 +19,7 @@ MEASURED = autoshard.Budget(candidates=16, compiles=3, profiles=2, rounds=2)
 # One with tables, one with state besides its parameters, one in Linen with loops. Not CLIP:
 # XLA's threads for CPU run out in some of its layouts, and its devices wait for each other.
 MEASURED_CASES = ("recommender", "graph_network", "linen_recurrent")
-# One of each kind that is soon traced, judged and compiled; the others are marked slow.
+# Those that are soon traced, judged and compiled; the others are marked slow.
 QUICKLY = ("mlp", "vit", "recurrent", "recommender", "plain_gpt")
 STEPS = 4  # learning rates that warm up start at zero
 
