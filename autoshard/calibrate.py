@@ -279,6 +279,7 @@ def calibrated(target: Target, folder: str | os.PathLike[str] | None = None) -> 
             target.device_kind,
             str(target.device_count),
             jax.__version__,
+            " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),  # they make other programs
             _host(),
             chip.digest if chip else "",
         ]

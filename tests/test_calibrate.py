@@ -144,12 +144,17 @@ def test_the_file_holds_date_digest_and_identity(constants, calibration):
     assert jax.__version__ in data["identity"] and "|8|" in data["identity"]
 
 
-def test_a_target_is_calibrated_once(measuring, constants, tmp_path):
+def test_a_target_is_calibrated_once(measuring, constants, tmp_path, monkeypatch):
     assert calibrated(TARGET, tmp_path / "new") == constants
     assert calibrated(TARGET, tmp_path / "new") == constants
     assert len(measuring) == 1
     calibrated(find_target(jax.devices()[:4]), tmp_path / "new")
     assert len(measuring) == 2, "another number of devices is another target"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_copy_insertion_use_region_analysis=true")
+    calibrated(TARGET, tmp_path / "new")
+    assert len(measuring) == 3, "other flags make other programs"
+    assert calibrated(TARGET, tmp_path / "new") == constants
+    assert len(measuring) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "altered", "empty", "list"])

@@ -19,10 +19,11 @@ from autoshard.program import sample_batch
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.race import Runner
 from autoshard.trial import Estimate, Failure, Stage
-from experiments.fidelity_parts import sampling, timing
+from experiments.fidelity_parts import sampling, timing, yardstick
 from experiments.fidelity_parts.ranks import by_round, times
 from experiments.fidelity_parts.regret import rivals_of
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, write
+from experiments.fidelity_parts.yardstick import Beside, Yardstick
 
 _BATCHES = 2
 _RUNG: tuple[str, ...] = (
@@ -88,7 +89,8 @@ def run(
         names = {f"p{number:02d}": one for number, one in enumerate(sample.programs)}
         places = {row: place for place, row in reversed(list(enumerate(sample.finalists)))}
         plan = next(name for name, one in names.items() if places.get(one.row) == 0)
-        ran, fresh = _measured(ledger, names, plan, settings)
+        beside = yardstick.prepared(task, store, log, ledger.executables, tuple(callbacks))
+        ran, fresh = _measured(ledger, names, plan, beside, settings)
     figures |= {
         "failed": "",
         "planned": store.planned(task),
@@ -102,6 +104,7 @@ def run(
         "constants": ledger.constants.to_json(),
         "constants_digest": ledger.constants.digest,
         "fresh": fresh,
+        yardstick.NAME: yardstick_to_json(beside, ran[yardstick.NAME]),
         "programs": [
             program_to_json(name, one.groups, ledger.rows[one.row], ran[name], places.get(one.row))
             for name, one in names.items()
@@ -117,9 +120,13 @@ def _finalists(store: Store, task: Task) -> list[Candidate]:
 
 
 def _measured(
-    ledger: Ledger, names: Mapping[str, sampling.Chosen], plan: str, settings: Settings
+    ledger: Ledger,
+    names: Mapping[str, sampling.Chosen],
+    plan: str,
+    beside: Yardstick,
+    settings: Settings,
 ) -> tuple[dict[str, Runner], list[dict[str, Any]]]:
-    """The rounds, and the fresh pairs of the plan with each of its rivals."""
+    """The rounds, the yardstick's among them, and the fresh pairs of the plan with its rivals."""
     modules: dict[str, Module] = {}
     ran: dict[str, Runner] = {}
     held: dict[str, int] = {}
@@ -135,18 +142,22 @@ def _measured(
     def tell(text: str) -> None:
         ledger.tell(Stage.PROFILE, 0, len(modules), text)
 
-    with _bench(ledger, settings) as bench:
+    with (
+        _bench(ledger, settings) as bench,
+        _bench(beside.ledger, settings, yardstick.NAME) as second,
+    ):
         ran |= timing.in_rounds(
-            bench,
-            modules,
-            held,
+            Beside(bench, second),
+            {**modules, yardstick.NAME: beside.module},
+            {**held, yardstick.NAME: beside.module.held_bytes(_BATCHES)},
             rounds=settings.rounds,
             seed=ledger.seed,
             # Half is for what the one that runs needs besides, and for sixty executables.
             memory_bytes=ledger.target.memory_bytes // 2,
             on_progress=tell,
         )
-    tables = {n: by_round(r.samples_s, r.rounds) for n, r in ran.items() if r.failure is None}
+    tables = {n: by_round(r.samples_s, r.rounds) for n, r in ran.items() if n in modules}
+    tables = {n: table for n, table in tables.items() if ran[n].failure is None}
     fresh = []
     for rival in rivals_of(plan, times(tables)):
         tell(f"fresh pairs of the plan {plan} and its rival {rival}")
@@ -179,15 +190,18 @@ def _keeps_out(ledger: Ledger, row: Row) -> Failure | None:
 
 
 @contextlib.contextmanager
-def _bench(ledger: Ledger, settings: Settings) -> Iterator[ChildBench]:
+def _bench(ledger: Ledger, settings: Settings, name: str = "fidelity") -> Iterator[ChildBench]:
     """A child process with nothing but the inputs in it.
+
+    Args:
+      name: of the process's folder; two at the same time need two.
 
     Raises:
       timing.MeasuringError: the initial state cannot be made.
     """
     program = ledger.subjects[0].analysis.program
     bench = ChildBench(
-        ledger.settings("fidelity"),
+        ledger.settings(name),
         time_limit_s=settings.call_limit_s,
         executables=ledger.executables,
     )
@@ -211,7 +225,6 @@ def program_to_json(
     Args:
       place: in the ranking of the search, 0 for the plan; None if it was not there.
     """
-    failure = ran.failure
     return {
         "name": name,
         "groups": list(groups),
@@ -221,6 +234,22 @@ def program_to_json(
         "module": None if row.module is None else row.module.digest,
         "rung1": rung_to_json(row.propagated),
         "rung2": rung_to_json(row.compiled),
+        **_samples(ran),
+    }
+
+
+def yardstick_to_json(beside: Yardstick, ran: Runner) -> dict[str, Any]:
+    """The yardstick as results hold it."""
+    return {
+        "module": beside.module.digest,
+        "rung2": rung_to_json(beside.estimate),
+        **_samples(ran),
+    }
+
+
+def _samples(ran: Runner) -> dict[str, Any]:
+    failure = ran.failure
+    return {
         "failure": None
         if failure is None
         else {"stage": failure.stage, "kind": failure.kind, "message": failure.message[:500]},

@@ -15,7 +15,7 @@ from autoshard.driver.compiling import Compiling
 from autoshard.journal import opened
 from autoshard.layout import Candidate
 from autoshard.module import Module
-from experiments.fidelity_parts import sampling
+from experiments.fidelity_parts import sampling, yardstick
 from experiments.fidelity_parts.measuring import rung_to_json
 from experiments.fidelity_parts.store import Case, Store, Task, machine, provenance, read, write
 
@@ -70,6 +70,14 @@ def run(
         compiling = Compiling(ledger, None)
         with compiling.opened():
             compiling.compile(ran, 1.0)
+        if beside := figures.get(yardstick.NAME):
+            anew = yardstick.prepared(task, store, log, None, tuple(callbacks), ledger.cost)
+            if anew.module.digest != beside["module"]:
+                raise OtherProgramsError(
+                    f"the yardstick is not the program that was measured: delete {path} to measure"
+                    " all anew"
+                )
+            beside["rung2"] = rung_to_json(anew.estimate)
     for i in ran:
         programs[i]["rung1"] = rung_to_json(ledger.rows[i].propagated)
         programs[i]["rung2"] = rung_to_json(ledger.rows[i].compiled)

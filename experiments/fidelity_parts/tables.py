@@ -44,6 +44,7 @@ def all_tables(summary: Mapping[str, Any]) -> list[Table]:
                 "rung 1",
                 "rung 2",
                 "programs",
+                "pace",
                 "error rung 1",
                 "error rung 2",
             ),
@@ -164,7 +165,7 @@ def _regret_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
 def _rank_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     sample = row["sample"]
     if sample is None:
-        return (*_head(row), Cell("not run", red=True), *[Cell("")] * 9)
+        return (*_head(row), Cell("not run", red=True), *[Cell("")] * 10)
     cells = [*_head(row)]
     for kind in ("tau", "tau_near"):
         taus = {rung: sample.get(f"{rung}_{kind}") for rung in ("rung1", "rung2")}
@@ -181,6 +182,7 @@ def _rank_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
         cells.append(Cell(str(some["count"]) if some else "-"))
     return (
         *cells,
+        Cell(shown(sample.get("pace"), "ratio")),
         *(_judged(row[f"{rung}_error"], f"{rung}_error") for rung in ("rung1", "rung2")),
     )
 

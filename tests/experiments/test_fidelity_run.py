@@ -187,6 +187,10 @@ def test_a_small_space_is_taken_whole(
     }
 
 
+def names_of(found: dict[str, Any]) -> list[str]:
+    return [program["name"] for program in found["programs"]]
+
+
 @pytest.mark.slow
 def test_a_case_goes_through_search_sample_and_report(
     kept: Store, calibration: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -217,6 +221,9 @@ def test_a_case_goes_through_search_sample_and_report(
     assert len({pair["rival"] for pair in found["fresh"]} - {found["plan"]}) == 3
     assert all(not pair["failed"] and len(pair["first_s"]) >= 20 for pair in found["fresh"])
     assert found["planned"] == plan["candidate"] and found["model_revision"] == MODEL_REVISION
+    beside = found["yardstick"]
+    assert set(beside["rounds"]) == {0, 1} and beside["failure"] is None
+    assert beside["rung2"]["communication_s"] > 0 and "yardstick" not in names_of(found)
 
     results = report.load(kept, ["tiny", "absent"], [8])
     summary = report.summarise(results)
@@ -240,6 +247,7 @@ def test_a_case_goes_through_search_sample_and_report(
     stale = json.loads(path.read_text())
     for program in stale["programs"]:
         program["rung1"] = program["rung2"] = {"time_s": 1.0}
+    stale["yardstick"]["rung2"] = {"time_s": 1.0}
     store.write(path, stale)
     task = dataclasses.replace(task, part="predict")
     predicting.run(task, case, kept, **options)
@@ -252,6 +260,9 @@ def test_a_case_goes_through_search_sample_and_report(
         for rung in ("rung1", "rung2"):
             assert after[rung]["time_s"] == pytest.approx(before[rung]["time_s"])
             assert after[rung]["peak_memory_bytes"] == before[rung]["peak_memory_bytes"]
+    said = anew["yardstick"]["rung2"]["time_s"]
+    assert said == pytest.approx(beside["rung2"]["time_s"])
+    assert report.pace_of(anew) == pytest.approx(report.pace_of(found))
 
     # On a machine of another kind the constants are the sample's, and today's where it has none.
     constants = {**anew["constants"], "contract_flops_per_s": 1.0}
@@ -264,11 +275,18 @@ def test_a_case_goes_through_search_sample_and_report(
     for before, after in zip(anew["programs"], elsewhere["programs"], strict=True):
         for rung in ("rung1", "rung2"):
             assert after[rung]["time_s"] > 1000 * before[rung]["time_s"]
+    assert elsewhere["yardstick"]["rung2"]["time_s"] > 1000 * said
 
     # A program that was never measured gets no prediction beside another one's time.
     anew["programs"][0]["module"] = "0" * 64
     store.write(path, anew)
     with pytest.raises(predicting.OtherProgramsError, match=r"1 of .* delete .*sample\.json"):
+        predicting.run(task, case, kept, **options)
+    assert store.read(path) == anew
+    anew["programs"][0]["module"] = found["programs"][0]["module"]
+    anew["yardstick"]["module"] = "0" * 64
+    store.write(path, anew)
+    with pytest.raises(predicting.OtherProgramsError, match="yardstick"):
         predicting.run(task, case, kept, **options)
     assert store.read(path) == anew
 
