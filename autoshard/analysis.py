@@ -6,6 +6,7 @@ import jax
 
 from autoshard.axes import Axes, find_axes
 from autoshard.compat import flattening, jaxprs, stablehlo
+from autoshard.compat.invariants import Invariants, read_invariants
 from autoshard.kernels import KernelTable, read_kernels
 from autoshard.program import Program, digest
 from autoshard.sites import SiteMap, find_sites, site_of_location
@@ -17,6 +18,7 @@ class Analysis:
 
     Attributes:
       module: the flattened module with every site open, its operations tagged.
+      invariants: what its loops do not change.
       site_of_tag: which site a tagged constraint operation is.
       digest: of the module without locations and sites: two programs with one digest are the
         same, wherever this version of autoshard puts sites.
@@ -27,6 +29,7 @@ class Analysis:
     axes: Axes
     kernels: KernelTable
     module: stablehlo.Operation
+    invariants: Invariants
     site_of_tag: dict[int, int]
     digest: str
 
@@ -52,6 +55,7 @@ def analyse(program: Program, platform: str) -> Analysis:
         axes=find_axes(program, module, sites.sites),
         kernels=read_kernels(module, returned, site_of_tag),
         module=module,
+        invariants=read_invariants(module),
         site_of_tag=site_of_tag,
         digest="step:" + digest(stablehlo.text_without(module, site_of_tag))[:24],
     )

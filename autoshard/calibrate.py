@@ -33,6 +33,7 @@ from autoshard.cost import (
     FRESH_FROM_BYTES,
     GATHERS_AT_ONCE,
     KINDS,
+    MOVES_INVARIANTS,
     SUMS_APART,
     Constants,
     LinkCost,
@@ -40,7 +41,7 @@ from autoshard.cost import (
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 10
+REVISION = 11
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
@@ -117,6 +118,7 @@ def calibrate(target: Target) -> Constants:
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         folds_sums=target.platform not in SUMS_APART,
         combines_sums=target.platform in COMBINES_SUMS,
+        moves_invariants=target.platform in MOVES_INVARIANTS,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),

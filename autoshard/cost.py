@@ -24,12 +24,12 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 19
+MODEL_REVISION = 20
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `sites`, `specs` or `rungs.propagate`, to what
-`compat.partitioner` reads or `compat.lookups` tells it, or to which constraints `constraints.told`
-keeps.
+`compat.partitioner` and `compat.invariants` read or `compat.lookups` tells it, or to which
+constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
@@ -53,6 +53,13 @@ COMBINES_SUMS = frozenset({"cpu"})
 
 XLA:GPU combines up to 30 MB, and gathers too (jax 0.10.2): next to the steps of pods what that
 saves, the latency of small ones, is nothing, and rung 1 counts them one by one.
+"""
+
+MOVES_INVARIANTS = frozenset({"cpu"})
+"""Platforms whose compiler takes collectives out of loops that do not change what is sent.
+
+So seen with jax 0.10.2 and 0.12.0.1. XLA:GPU (jax 0.10.2) leaves them; libtpu 0.0.42 takes them out
+and puts gathers back into the loops of a train step ("sunk").
 """
 
 FRESH_FROM_BYTES = 32 << 20
@@ -103,6 +110,7 @@ class Constants:
         at once, and sums that are added up are added before they are sent; else one dimension after
         another, and each by itself.
       combines_sums: all-reduces that do not need each other are sent as one, however large.
+      moves_invariants: what a loop sends of what it does not change is sent once, in front of it.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
@@ -123,6 +131,7 @@ class Constants:
     gathers_by_dimension: bool = True
     folds_sums: bool = True
     combines_sums: bool = False
+    moves_invariants: bool = False
     fresh_s_per_byte: float = 0.0
     clock_hz: float = 0.0
     source: str = ""

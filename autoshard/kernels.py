@@ -36,6 +36,7 @@ class KernelTable:
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
         a constraint count where a layout makes it another array than what it constrains.
+      ends: tag of a loop -> position of the last operation of its body.
       trips: tag -> executions of its operation in a step.
       operands: tags of products and convolutions with the values they take.
       assumptions: what the module did not say.
@@ -58,6 +59,7 @@ class KernelTable:
     live_from: np.ndarray
     live_to: np.ndarray
     positions: dict[int, int]
+    ends: dict[int, int]
     length: int
     trips: dict[int, float]
     operands: dict[int, tuple[int, ...]]
@@ -164,6 +166,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         live_from=live_from,
         live_to=live_to,
         positions=ops.positions,
+        ends=ops.ends,
         length=ops.length + 2,
         trips=ops.trips,
         operands=ops.contracting,

@@ -76,6 +76,7 @@ class Operations:
       arguments, returned: of the main function.
       tags: tag of an operation -> (first value, number of results).
       trips, positions: the same two by tag.
+      ends: tag of a loop -> position of the last operation of its body.
       site_values: (value, site index) of each sharding constraint.
       loops: every `while`.
       contracting: tags of products and convolutions with the values they take.
@@ -97,6 +98,7 @@ class Operations:
         self.tags: dict[int, tuple[int, int]] = {}
         self.trips: dict[int, float] = {}
         self.positions: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
         self.site_values: list[tuple[int, int]] = []
         self.loops: list[Loop] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
@@ -162,6 +164,7 @@ class Operations:
             return
         if name == "stablehlo.while":
             self._loop(op, operands, trips)
+            self.ends[tag] = self.length
             self.tags[tag] = (first, len(op.results))
             return
         for k, result in enumerate(op.results):

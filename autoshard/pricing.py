@@ -3,7 +3,14 @@
 import os
 
 from autoshard.calibrate import calibrated
-from autoshard.cost import COMBINES_SUMS, GATHERS_AT_ONCE, SUMS_APART, Constants, CostModel
+from autoshard.cost import (
+    COMBINES_SUMS,
+    GATHERS_AT_ONCE,
+    MOVES_INVARIANTS,
+    SUMS_APART,
+    Constants,
+    CostModel,
+)
 from autoshard.network import Network
 from autoshard.target import Target
 from autoshard.topology import Topology
@@ -37,6 +44,7 @@ def catalogued(topology: Topology) -> Constants:
         gathers_by_dimension=topology.chip.platform not in GATHERS_AT_ONCE,
         folds_sums=topology.chip.platform not in SUMS_APART,
         combines_sums=topology.chip.platform in COMBINES_SUMS,
+        moves_invariants=topology.chip.platform in MOVES_INVARIANTS,
         links=(),
         date="",
         clock_hz=chip.clock_hz.value if chip.clock_hz else 0.0,

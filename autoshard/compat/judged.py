@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
 
+from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.reshards import Division, division
 from autoshard.compat.shardings import parse_sharding
 from autoshard.compat.stablehlo import (
@@ -62,6 +63,8 @@ class Communication(NamedTuple):
       sum: of an all-reduce; None of others.
       gathered: the mesh axes gathered along each dimension that has some, in order of dimensions.
       location: of the operation.
+      origin: of the value that is sent; None where nothing tells it.
+      moved: block and tag are those of a loop in front of which it is sent.
     """
 
     kind: str
@@ -74,6 +77,8 @@ class Communication(NamedTuple):
     sum: Sum | None
     gathered: tuple[tuple[str, ...], ...]
     location: str
+    origin: Origin | None
+    moved: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -306,6 +311,7 @@ class _Reader:
                 sum=sum,
                 gathered=gathered,
                 location=str(op.location)[:200],
+                origin=origin_of(op.operands[0]),
             )
         )
 

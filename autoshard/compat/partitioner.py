@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from autoshard.compat.judged import Judged, read
 from autoshard.compat.lookups import LOOKUPS, keep_tables
+from autoshard.compat.products import keep_sums
 from autoshard.compat.shardings import Attributes, Dims, mesh_text, sharding_text
 from autoshard.compat.stablehlo import (
     TAG,
@@ -32,6 +33,7 @@ def propagate(
     run_passes(module, _PROPAGATE)
     if looks_up:
         keep_tables(main_function(module), sizes, attributes)
+    keep_sums(main_function(module), attributes)
     run_passes(module, _RESHARD)
 
 

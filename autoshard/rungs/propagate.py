@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.partitioned import partitioned
-from autoshard.rungs.sending import folded, sent_in_step
+from autoshard.rungs.sending import folded, in_place, sent_in_step
+from autoshard.sites import site_of_location
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.subaxes import ways
@@ -24,12 +26,21 @@ _SITE = "autoshard_site_"
 _SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
 
 
+class _Received(NamedTuple):
+    """A buffer that a collective writes: bytes, needed between two positions."""
+
+    first: int
+    last: int
+    bytes: float
+
+
 class Propagator:
     """Judges layouts of one analysed program. Not thread-safe: modules share a context."""
 
     def __init__(self, analysis: Analysis):
         self._analysis = analysis
         self._attributes = shardings.Attributes(analysis.module.context)
+        self._site_values = {site: value for value, site in analysis.kernels.site_values}
 
     def judge(self, space: Space, layout: Layout, cost: CostModel) -> Estimate | Failure:
         """Predicts a step of one layout.
@@ -67,7 +78,7 @@ class Propagator:
         contracted = {}
         regathered: dict[int, float] = {}
         collectives: list[Collective] = []
-        spikes: list[tuple[int, float]] = []
+        spikes: list[_Received] = []
         if judged:
             for value, axes in zip(kernels.argument_values, judged.argument_axes, strict=True):
                 divided[value] = ways(axes, sizes)
@@ -146,11 +157,12 @@ class Propagator:
 
     def _communication(
         self, judged: Judged, sizes: dict[str, int], constants: Constants
-    ) -> tuple[list[Collective], list[tuple[int, float]]]:
-        """What is sent, and the buffers that receive it as (position, bytes)."""
+    ) -> tuple[list[Collective], list[_Received]]:
+        """What is sent, and the buffers that receive it."""
         kernels = self._analysis.kernels
+        communication = in_place(judged.communication, constants, self._analysis.invariants)
         collectives = []
-        for one, (kind, axes, bytes_) in sent_in_step(judged.communication, sizes, constants):
+        for one, (kind, axes, bytes_) in sent_in_step(communication, sizes, constants):
             found = _SOURCE.search(one.location)
             collectives.append(
                 Collective(
@@ -163,23 +175,38 @@ class Propagator:
                 )
             )
         spikes = []
-        for one in judged.communication:
+        for one in communication:
+            position = kernels.positions.get(one.tag, 0)
             constraint = one.kind == "all_gather" and _SITE in one.location  # a value of its own
-            if not folded(one, constants) and not constraint:
-                spikes.append((kernels.positions.get(one.tag, 0), one.after))
+            if one.moved:  # the loop reads it in every turn
+                until = kernels.ends[one.tag]
+                site = site_of_location(one.location) if constraint else None
+                own = None if site is None else self._site_values.get(site)
+                spikes += _around(kernels, own, _Received(position, until, one.after))
+            elif not folded(one, constants) and not constraint:
+                spikes.append(_Received(position, position + 1, one.after))
         return collectives, spikes
 
 
-def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[tuple[int, float]]) -> float:
+def _around(kernels: KernelTable, value: int | None, received: _Received) -> list[_Received]:
+    """The part of the time in which a value does not hold what was received."""
+    if value is None or kernels.live_from[value] < 0:
+        return [received]
+    first, last = int(kernels.live_from[value]), int(kernels.live_to[value])
+    parts = received._replace(last=first - 1), received._replace(first=last + 1)
+    return [part for part in parts if part.first <= part.last]
+
+
+def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[_Received]) -> float:
     """Largest sum of live buffers over the step, bytes; arguments not included."""
     change = np.zeros(kernels.length + 2)
     sizes, live_to = buffers(kernels, local)
     held = kernels.live_from >= 0
     np.add.at(change, kernels.live_from[held], sizes[held])
     np.add.at(change, live_to[held] + 1, -sizes[held])
-    for position, bytes_ in spikes:
-        change[position] += bytes_
-        change[min(position + 2, len(change) - 1)] -= bytes_
+    for first, last, bytes_ in spikes:
+        change[first] += bytes_
+        change[min(last + 1, len(change) - 1)] -= bytes_
     return float(np.cumsum(change).max(initial=0.0))
 
 

@@ -7,6 +7,7 @@ CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compile
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from autoshard.compat.invariants import Invariants
 from autoshard.compat.judged import Communication, Sum
 from autoshard.cost import Constants
 from autoshard.subaxes import ways
@@ -23,12 +24,30 @@ class Sent(NamedTuple):
     bytes: float
 
 
+def in_place(
+    communication: Iterable[Communication], constants: Constants, invariants: Invariants
+) -> list[Communication]:
+    """The partitioner's collectives where a compiler puts them.
+
+    What a loop sends of what it does not change, XLA sends once, in front of the loop
+    (while-loop-invariant-code-motion): block and tag of such a collective are then the loop's.
+    """
+    if not constants.moves_invariants:
+        return list(communication)
+    found = []
+    for one in communication:
+        loop = invariants.in_front_of(one.block, one.origin)
+        found.append(one if loop is None else one._replace(block=loop, tag=loop, moved=True))
+    return found
+
+
 def sent_in_step(
     communication: Iterable[Communication], sizes: dict[str, int], constants: Constants
 ) -> list[tuple[Communication, Sent]]:
     """Every collective of a step, with what the partitioner put for it.
 
     Args:
+      communication: `in_place`.
       sizes: of the mesh axes.
     """
     made = [(one, each) for one in communication for each in _sent(one, sizes, constants)]
