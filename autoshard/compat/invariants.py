@@ -118,7 +118,7 @@ class _Reader:
         returned = list(body.operations)[-1].operation.operands
         for number, argument in enumerate(body.arguments):
             level, initial = len(inside), op.operands[number]
-            if not branch and renamed(returned[number]) == argument:
+            if not branch and _renamed(returned[number]) == argument:
                 level = self._levels.get(initial, 0)
             if level:
                 self._levels[argument] = self.found.given[Origin(tag, number)] = level
@@ -130,7 +130,7 @@ def origin_of(value: Value) -> Origin | None:
 
     What only constrains or reshards a value has its origin. None where nothing tells it.
     """
-    value = renamed(value)
+    value = _renamed(value)
     owner = value.owner
     if not isinstance(owner, ir.Block):
         return Origin(owner.attributes[TAG].value) if TAG in owner.attributes else None
@@ -142,7 +142,7 @@ def origin_of(value: Value) -> Origin | None:
     return None
 
 
-def renamed(value: Value) -> Value:
+def _renamed(value: Value) -> Value:
     """The value that constraints and the partitioner's collectives begin with."""
     while not isinstance(owner := value.owner, ir.Block):
         alone = owner.name.startswith("sdy.") and len(owner.operands) == len(owner.results) == 1

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from jaxlib.mlir.dialects import stablehlo as dialect
 
-from autoshard.compat.reshards import Division, bring_operand, division, make_result
+from autoshard.compat.reshards import Division, bring_operand, division, make_result, without
 from autoshard.compat.shardings import Attributes
 from autoshard.compat.stablehlo import Operation, Value, bytes_of, shape_of, walk
 from autoshard.subaxes import axis_name, named_part, ways
@@ -87,7 +87,7 @@ def _keep_columns(
         return
     whole = {f: lookup.table.axes[t] for t, f in lookup.whole}
     outer = tuple(() if f in whole else axes for f, axes in enumerate(lookup.found.axes))
-    outer = _replaced(outer, kept, _Spare(lookup, sizes)) or _without(outer, kept)
+    outer = _replaced(outer, kept, _Spare(lookup, sizes)) or without(outer, kept)
     to = tuple(whole.get(f, axes) for f, axes in enumerate(outer))
     undivided: Division = ((),) * len(to)
     steps = [to] if direct else [undivided, to]
@@ -200,15 +200,10 @@ class _Spare:
         return tuple(taken) if count == 1 else None
 
 
-def _without(axes: Division, names: set[str]) -> Division:
-    """Without some mesh axes and parts of them."""
-    return tuple(tuple(axis for axis in dim if axis_name(axis) not in names) for dim in axes)
-
-
 def _replaced(axes: Division, names: set[str], spare: _Spare) -> Division | None:
     """With as many ways of spare mesh axes in their place; None where they do not suffice."""
     made = []
-    for dim, left in zip(axes, _without(axes, names), strict=True):
+    for dim, left in zip(axes, without(axes, names), strict=True):
         taken = spare.take(ways(dim, spare.sizes) // ways(left, spare.sizes))
         if taken is None:
             return None

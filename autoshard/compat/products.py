@@ -10,12 +10,10 @@ over few rows.
 
 from jaxlib.mlir.dialects import stablehlo as dialect
 
-from autoshard.compat.reshards import Division, division, make_result
+from autoshard.compat.reshards import division, make_result, without
 from autoshard.compat.shardings import Attributes
 from autoshard.compat.stablehlo import Operation, walk
 from autoshard.subaxes import axis_name
-
-PRODUCT = "stablehlo.dot_general"
 
 
 def keep_sums(main: Operation, attributes: Attributes) -> None:
@@ -25,7 +23,7 @@ def keep_sums(main: Operation, attributes: Attributes) -> None:
       main: with the shardings that propagation found, before reshards become explicit.
     """
     for op in walk(main.regions[0].blocks[0]):
-        if op.name == PRODUCT:
+        if op.name == "stablehlo.dot_general":
             _keep_sum(op, attributes)
 
 
@@ -37,8 +35,6 @@ def _keep_sum(op: Operation, attributes: Attributes) -> None:
     left, right = (division(operand) for operand in op.operands)
     pairs = zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True)
     summed = {axis_name(axis) for i, j in pairs if left[i] == right[j] for axis in left[i]}
-    whole: Division = tuple(
-        tuple(axis for axis in dim if axis_name(axis) not in summed) for dim in made
-    )
+    whole = without(made, summed)
     if whole != made:
         make_result(op, whole, attributes)

@@ -10,6 +10,7 @@ from jaxlib.mlir import ir
 
 from autoshard.compat.shardings import Attributes, parse_sharding, sharding_text
 from autoshard.compat.stablehlo import Operation, Value, shape_of
+from autoshard.subaxes import axis_name
 
 Division: TypeAlias = tuple[tuple[str, ...], ...]
 """Mesh axes of each dimension."""
@@ -19,6 +20,11 @@ def division(value: Value) -> Division:
     """How propagation divided a value; later, how its collectives did."""
     text = _sharding_text(value)
     return parse_sharding(text) if text else ((),) * len(shape_of(value))
+
+
+def without(axes: Division, names: set[str]) -> Division:
+    """Without some mesh axes and parts of them."""
+    return tuple(tuple(axis for axis in dim if axis_name(axis) not in names) for dim in axes)
 
 
 def bring_operand(

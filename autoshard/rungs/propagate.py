@@ -22,7 +22,6 @@ from autoshard.specs import Specs
 from autoshard.subaxes import ways
 from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
 
-_SITE = "autoshard_site_"
 _SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
 
 
@@ -177,13 +176,13 @@ class Propagator:
         spikes = []
         for one in communication:
             position = kernels.positions.get(one.tag, 0)
-            constraint = one.kind == "all_gather" and _SITE in one.location  # a value of its own
+            # A constraint's gather makes a value of its own.
+            site = site_of_location(one.location) if one.kind == "all_gather" else None
             if one.moved:  # the loop reads it in every turn
                 until = kernels.ends[one.tag]
-                site = site_of_location(one.location) if constraint else None
                 own = None if site is None else self._site_values.get(site)
                 spikes += _around(kernels, own, _Received(position, until, one.after))
-            elif not folded(one, constants) and not constraint:
+            elif not folded(one, constants) and site is None:
                 spikes.append(_Received(position, position + 1, one.after))
         return collectives, spikes
 

@@ -15,7 +15,7 @@ from autoshard.workload import Workload
 from tests.analysed import analyse
 from tests.hardware import needs
 from tests.programs import normal, shaped, train
-from tests.rungs.test_sending import CPU, MESH, compiled, compiled_elsewhere, judged
+from tests.rungs.test_sending import CPU, MESH, compiled, compiled_elsewhere, judged, sums
 
 ROWS, WIDTH, HIDDEN, OUT = 16, 128, 64, 96
 UP, INNER, DOWN = f"up[0]:{WIDTH}", f"up[1]:{HIDDEN}", f"down[1]:{OUT}"
@@ -55,16 +55,11 @@ def laid_out(compute: dict, storage: dict) -> tuple[Subject, Layout]:
 
 
 def sent(collectives: tuple[Collective, ...]) -> dict[tuple[str, ...], int]:
-    """Bytes by kind and mesh axes; a reduce-scatter is the all-reduce it is made of."""
+    """Bytes by kind and mesh axes."""
     found: collections.Counter[tuple[str, ...]] = collections.Counter()
     for one in collectives:
-        kind = "all_reduce" if one.kind == "reduce_scatter" else one.kind
-        found[kind, *sorted(one.mesh_axes)] += one.bytes * one.count
+        found[one.kind, *sorted(one.mesh_axes)] += one.bytes * one.count
     return dict(found)
-
-
-def summed(collectives: tuple[Collective, ...]) -> dict[tuple[str, ...], int]:
-    return {k: bytes_ for k, bytes_ in sent(collectives).items() if k[0] == "all_reduce"}
 
 
 @pytest.mark.parametrize(("compute", "storage"), LAYOUTS)
@@ -84,4 +79,4 @@ def test_gradients_over_few_rows_are_sums_as_compiled_elsewhere(
     there = find_target(name)
     predicted = judged(of, layout, cost_model(there))
     found = compiled_elsewhere(of, layout, there, tmp_path)
-    assert summed(predicted) == summed(found)  # TPU gathers f32 as bf16
+    assert sums(predicted) == sums(found)  # TPU gathers f32 as bf16

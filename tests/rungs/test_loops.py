@@ -16,16 +16,13 @@ from autoshard.subjects import Subject
 from autoshard.target import find_target
 from autoshard.trial import Collective
 from autoshard.workload import Workload
-from tests.analysed import CONSTANTS, analyse, propagator, target
+from tests.analysed import analyse, propagator, target
 from tests.hardware import needs
 from tests.programs import normal, shaped, train
-from tests.rungs.test_sending import compiled, compiled_elsewhere, judged, payloads
+from tests.rungs.test_sending import CPU, compiled, compiled_elsewhere, judged, payloads
 
 ROWS, WIDTH, HIDDEN, TURNS, LAYERS = 32, 128, 64, 9, 3
-LEFT = CostModel(
-    dataclasses.replace(CONSTANTS, forms_reduce_scatter=False, folds_sums=False, combines_sums=True)
-)
-MOVED = CostModel(dataclasses.replace(LEFT.constants, moves_invariants=True))
+LEFT = CostModel(dataclasses.replace(CPU.constants, moves_invariants=False))
 MESH = (("x", 8),)
 
 
@@ -127,7 +124,7 @@ MATRIX, HEAD = WIDTH * WIDTH * 4, WIDTH * HIDDEN * 4
 def test_what_a_loop_does_not_change_is_gathered_once_on_cpu(make, paths, moved, left) -> None:
     of = analyse(make())
     layout = at_rest(of, *paths)
-    assert gathers(judged(of, layout, MOVED)) == moved == gathers(compiled(of, layout))
+    assert gathers(judged(of, layout, CPU)) == moved == gathers(compiled(of, layout))
     assert gathers(judged(of, layout, LEFT)) == left
 
 
@@ -136,7 +133,7 @@ def test_nothing_is_taken_out_of_a_branch() -> None:
     of = analyse(looping_in_a_branch())
     layout = at_rest(of, "again")
     assert gathers(compiled(of, layout)) == [MATRIX] * TURNS
-    assert gathers(judged(of, layout, MOVED)) == [MATRIX] * 3 * TURNS
+    assert gathers(judged(of, layout, CPU)) == [MATRIX] * 3 * TURNS
 
 
 def two_matrices() -> Workload:
@@ -158,7 +155,7 @@ def two_matrices() -> Workload:
 def test_what_was_gathered_in_front_of_a_loop_is_held_until_its_end() -> None:
     of = analyse(two_matrices())
     layout = at_rest(of, "first", "second")
-    moved, left = (propagator(of.analysis).judge(of.space, layout, c) for c in (MOVED, LEFT))
+    moved, left = (propagator(of.analysis).judge(of.space, layout, c) for c in (CPU, LEFT))
     assert gathers(moved.collectives) == [MATRIX] * 2
     # Left in the loop, each is there for its own product alone.
     more = moved.peak_memory_bytes - left.peak_memory_bytes

@@ -25,7 +25,13 @@ from tests.programs import normal, shaped, train
 
 EMBED, HIDDEN, LENGTH, BATCH = 128, 64, 16, 32
 CPU = CostModel(
-    dataclasses.replace(CONSTANTS, forms_reduce_scatter=False, folds_sums=False, combines_sums=True)
+    dataclasses.replace(
+        CONSTANTS,
+        forms_reduce_scatter=False,
+        folds_sums=False,
+        combines_sums=True,
+        moves_invariants=True,
+    )
 )
 
 
