@@ -14,6 +14,11 @@ A table may be divided by its rows, over mesh axes that divide the lookups too, 
 axes divide neither. XLA then lets those divide the lookups, or the table, whichever is smaller on a
 device, and sends it there and back (`GroupShardingOnReplicatedDim`, same file; seen likewise).
 Shardy gathers.
+
+A table may be divided by its rows, and what each lookup finds over the same mesh axes, along what
+it takes whole. XLA then looks up in the rows that are here and sums all that was found over the
+devices, or such parts of it as other mesh axes can divide; a scatter gathers what it adds (the same
+file's trivially sliced operand). Shardy sends the table instead where that is smaller.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,12 +53,14 @@ class _Lookup(NamedTuple):
       table: what a gather reads, or what a scatter makes.
       found: what a gather makes, or what a scatter adds.
       whole: (dimension of the table, of what is found) that every lookup takes whole.
+      single: dimensions of the table of which every lookup takes one place.
     """
 
     operation: Operation
     table: _Array
     found: _Array
     whole: tuple[tuple[int, int], ...]
+    single: frozenset[int]
 
 
 def keep_tables(main: Operation, sizes: dict[str, int], attributes: Attributes) -> None:
@@ -72,6 +79,8 @@ def keep_tables(main: Operation, sizes: dict[str, int], attributes: Attributes) 
             _keep_columns(lookup, kept, across, sizes, attributes)
         elif shared := (_names(_every(lookup.table.axes)) - kept) & across:
             _keep_rows(lookup, shared, sizes, attributes)
+        elif shared := _names(_rows(lookup)) & _names(_every(lookup.found.axes)) - across:
+            _find_whole(lookup, shared, sizes, attributes)
 
 
 def _keep_columns(
@@ -87,7 +96,8 @@ def _keep_columns(
         return
     whole = {f: lookup.table.axes[t] for t, f in lookup.whole}
     outer = tuple(() if f in whole else axes for f, axes in enumerate(lookup.found.axes))
-    outer = _replaced(outer, kept, _Spare(lookup, sizes)) or without(outer, kept)
+    replaced, enough = _replaced(outer, kept, _Spare(lookup, sizes))
+    outer = replaced if enough else without(outer, kept)
     to = tuple(whole.get(f, axes) for f, axes in enumerate(outer))
     undivided: Division = ((),) * len(to)
     steps = [to] if direct else [undivided, to]
@@ -106,8 +116,20 @@ def _keep_rows(
         return bytes_of(array.value) / ways(_every(array.axes), sizes)
 
     moved = lookup.found if here(lookup.found) <= here(lookup.table) else lookup.table
-    if to := _replaced(moved.axes, shared, _Spare(lookup, sizes)):
+    to, enough = _replaced(moved.axes, shared, _Spare(lookup, sizes))
+    if enough:
         _move(lookup.operation, moved, [to], attributes)
+
+
+def _find_whole(
+    lookup: _Lookup, shared: set[str], sizes: dict[str, int], attributes: Attributes
+) -> None:
+    """For a table divided by its rows over mesh axes that divide what each lookup finds.
+
+    Mesh axes to spare take their place, as far as they reach.
+    """
+    to, _ = _replaced(lookup.found.axes, shared, _Spare(lookup, sizes))
+    _move(lookup.operation, lookup.found, [to], attributes)
 
 
 def _move(op: Operation, array: _Array, steps: Sequence[Division], attributes: Attributes) -> None:
@@ -122,12 +144,12 @@ def _lookup_of(op: Operation) -> _Lookup | None:
     """None for other operations, those on several tables at once, and where nothing is whole."""
     if op.name == "stablehlo.gather":
         gather = dialect.GatherDimensionNumbers(op.attributes["dimension_numbers"])
-        single = {*gather.collapsed_slice_dims, *gather.operand_batching_dims}
+        single = frozenset((*gather.collapsed_slice_dims, *gather.operand_batching_dims))
         windows = gather.offset_dims
         table, found = _array(op.operands[0], 0), _array(op.results[0], -1)
     elif op.name == "stablehlo.scatter" and len(op.operands) == 3:
         scatter = dialect.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
-        single = {*scatter.inserted_window_dims, *scatter.input_batching_dims}
+        single = frozenset((*scatter.inserted_window_dims, *scatter.input_batching_dims))
         windows = scatter.update_window_dims
         table, found = _array(op.results[0], -1), _array(op.operands[2], 2)
     else:
@@ -135,7 +157,7 @@ def _lookup_of(op: Operation) -> _Lookup | None:
     rows, parts = shape_of(table.value), shape_of(found.value)
     long = (d for d in range(len(rows)) if d not in single)
     whole = tuple((t, f) for t, f in zip(long, windows, strict=True) if rows[t] == parts[f])
-    return _Lookup(op, table, found, whole) if whole else None
+    return _Lookup(op, table, found, whole, single) if whole else None
 
 
 def _array(value: Value, operand: int) -> _Array:
@@ -160,6 +182,12 @@ def _across(lookup: _Lookup) -> set[str]:
     """Mesh axes that divide the lookups themselves."""
     windows = {f for _, f in lookup.whole}
     return {axis for f, axes in enumerate(lookup.found.axes) if f not in windows for axis in axes}
+
+
+def _rows(lookup: _Lookup) -> set[str]:
+    """Mesh axes that divide by its rows what a gather reads, or what a scatter adds to."""
+    read = division(lookup.operation.operands[0])
+    return {axis for t, axes in enumerate(read) if t in lookup.single for axis in axes}
 
 
 def _sends_what_is_found(lookup: _Lookup, direct: bool, sizes: dict[str, int]) -> bool:
@@ -188,8 +216,8 @@ class _Spare:
         self.sizes = sizes
         self._left = {name: size for name, size in sizes.items() if name not in used}
 
-    def take(self, count: int) -> tuple[str, ...] | None:
-        """Axes, or the major part left of some, that divide so many ways; None for too few."""
+    def take(self, count: int) -> tuple[tuple[str, ...], bool]:
+        """Axes, or the major part left of some, that divide so many ways; and if they suffice."""
         taken = []
         for name, left in self._left.items():
             part = left if count % left == 0 else count if left % count == 0 else 1
@@ -197,15 +225,14 @@ class _Spare:
                 taken.append(named_part(name, self.sizes[name], self.sizes[name] // left, part))
                 self._left[name] = left // part
                 count //= part
-        return tuple(taken) if count == 1 else None
+        return tuple(taken), count == 1
 
 
-def _replaced(axes: Division, names: set[str], spare: _Spare) -> Division | None:
-    """With as many ways of spare mesh axes in their place; None where they do not suffice."""
-    made = []
+def _replaced(axes: Division, names: set[str], spare: _Spare) -> tuple[Division, bool]:
+    """With as many ways of spare mesh axes in their place, or what there are; and if all are."""
+    made, every = [], True
     for dim, left in zip(axes, without(axes, names), strict=True):
-        taken = spare.take(ways(dim, spare.sizes) // ways(left, spare.sizes))
-        if taken is None:
-            return None
+        taken, enough = spare.take(ways(dim, spare.sizes) // ways(left, spare.sizes))
         made.append((*left, *taken))
-    return tuple(made)
+        every = every and enough
+    return tuple(made), every

@@ -60,6 +60,8 @@ ROW, COLUMN, TIME = f"table[0]:{ROWS}", f"table[1]:{WIDTH}", f"ids[1]:{LENGTH}"
         (TWO, {"batch": BOTH, COLUMN: Y}, {COLUMN: BOTH}),
         (SPARE, {"batch": X}, {ROW: X}),
         (SPARE, {"batch": X, ROW: X}, {ROW: X}),
+        (ONE, {COLUMN: X, ROW: X}, {ROW: X}),
+        (SPARE, {COLUMN: X, ROW: X}, {ROW: X}),
     ],
 )
 def test_what_is_sent_for_lookups_as_compiled(
