@@ -1,13 +1,13 @@
 """Calibration: short measurements on a live target that give the cost model its constants.
 
 Matrix products, a chain of transcendental operations, memory traffic (`probes`; on a host two loops
-over more than its caches hold), many tiny kernels, a block too large for the allocator to keep, and
-each collective in the smallest and the largest group. What is not measured on an accelerator comes
-from its catalogue entry, where it has one: the clock of the compiler's estimates, and the rates of
-other dtypes than bf16 and f32. All samples are taken in rounds over every probe, and the least of
-each is used: what else runs on the machine only ever adds time, and on a busy one the medians of a
-probe and of the empty program that is taken off it can come in the wrong order. What is kept is a
-JSON file with the date and a digest; a target is calibrated once.
+over more than its caches hold), many tiny kernels, a block too large for the allocator to keep, a
+transpose, and each collective in the smallest and the largest group. What is not measured on an
+accelerator comes from its catalogue entry, where it has one: the clock of the compiler's estimates,
+and the rates of other dtypes than bf16 and f32. All samples are taken in rounds over every probe,
+and the least of each is used: what else runs on the machine only ever adds time, and on a busy one
+the medians of a probe and of the empty program that is taken off it can come in the wrong order.
+What is kept is a JSON file with the date and a digest; a target is calibrated once.
 """
 
 import contextlib
@@ -41,13 +41,17 @@ from autoshard.cost import (
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 11
+REVISION = 12
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
 _TURNS = (2, 6)
 _BEYOND_BYTES = 256 << 20  # of all devices: several times the last cache of a host
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
+_MATRIX = (
+    760,
+    1000,
+)  # float32, 3 MB on each device: no power of two, whose columns share cache lines
 _FRESH_DEVICES = 8  # enough to keep every core busy; on all of a large mesh it would be gigabytes
 _SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device of a fake mesh
 _LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a dispatch
@@ -74,6 +78,8 @@ def calibrate(target: Target) -> Constants:
         probes["nothing of few"] = program(lambda x: x + 1.0, some, 8)
         probes["kept"] = program(_written(width), some, 8)
         probes["fresh"] = program(_written(FRESH_FROM_BYTES // 4 + width), some, 8)
+        probes["straight"] = program(lambda x: x * 1.5, some, *_MATRIX)
+        probes["transposed"] = program(lambda x: jnp.swapaxes(x, 1, 2) * 1.5, some, *_MATRIX)
     else:
         idle_s = least_of_rounds({"nothing": probes["nothing"]})["nothing"]
         sized = on_accelerator(mesh, target.memory_bytes, idle_s)
@@ -120,6 +126,7 @@ def calibrate(target: Target) -> Constants:
         combines_sums=target.platform in COMBINES_SUMS,
         moves_invariants=target.platform in MOVES_INVARIANTS,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
+        transposed_s=transposed_s(seconds, few) if shared else 0.0,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),
         links=tuple(links),
@@ -196,6 +203,17 @@ def fresh_s_per_byte(seconds: Mapping[object, float], devices: int, kept_bytes: 
     fresh_bytes = FRESH_FROM_BYTES + kept_bytes
     kept, fresh = (seconds[name] - seconds["nothing of few"] for name in ("kept", "fresh"))
     return max(0.0, fresh - fresh_bytes / kept_bytes * kept) / (devices * fresh_bytes)
+
+
+def transposed_s(seconds: Mapping[object, float], devices: int) -> float:
+    """What an element takes that a loop transposes, beyond one that it takes in order.
+
+    Args:
+      seconds: of the probes "straight" and "transposed".
+      devices: that took part.
+    """
+    beyond = seconds["transposed"] - seconds["straight"]
+    return max(0.0, beyond) / (devices * math.prod(_MATRIX))
 
 
 def _written(width: int) -> Callable[[jax.Array], jax.Array]:

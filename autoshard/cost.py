@@ -24,12 +24,12 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 21
+MODEL_REVISION = 22
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `sites`, `specs` or `rungs.propagate`, to what
-`compat.partitioner` and `compat.invariants` read or `compat.lookups` tells it, or to which
-constraints `constraints.told` keeps.
+`compat.partitioner`, `compat.invariants` and `transposes` read or `compat.lookups` tells it, or to
+which constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
@@ -113,6 +113,8 @@ class Constants:
       moves_invariants: what a loop sends of what it does not change is sent once, in front of it.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
+      transposed_s: seconds for each element that a fused transpose moves across cache lines, beyond
+        what its bytes take; on a shared host alone.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
       source: what else the figures depend on: topology and digest of its catalogue entry.
     """
@@ -133,6 +135,7 @@ class Constants:
     combines_sums: bool = False
     moves_invariants: bool = False
     fresh_s_per_byte: float = 0.0
+    transposed_s: float = 0.0
     clock_hz: float = 0.0
     source: str = ""
 
@@ -202,13 +205,19 @@ class CostModel:
         return self._by_dtype.get(name, self.constants.contract_flops_per_s)
 
     def kernels_s(
-        self, flops: np.ndarray, bytes_: np.ndarray, trips: np.ndarray, dtypes: Sequence[str]
+        self,
+        flops: np.ndarray,
+        bytes_: np.ndarray,
+        trips: np.ndarray,
+        dtypes: Sequence[str],
+        transposed: np.ndarray | float = 0.0,
     ) -> float:
         """Seconds of all kernels of a step, for one device.
 
         Args:
           flops, bytes_, trips: of one entry a kernel.
           dtypes: of a product's operands; "" for other kernels.
+          transposed: elements that a kernel moves across cache lines.
         """
         c = self.constants
         rates = {dtype: self.rate(dtype) for dtype in set(dtypes)}
@@ -217,7 +226,7 @@ class CostModel:
         each = np.maximum(arithmetic_s, memory_s)
         if c.shared:
             each = np.where([bool(dtype) for dtype in dtypes], arithmetic_s + memory_s, each)
-        each = each + c.launch_s
+        each = each + transposed * c.transposed_s + c.launch_s
         return float(self._devices * np.dot(each, trips)) * self.correction.compute
 
     def fresh_s(self, block_bytes: float) -> float:
@@ -247,6 +256,7 @@ class CostModel:
         memory_s = work.bytes / c.bandwidth_bytes_per_s
         packed = c.shared and work.matmul_flops
         each = busy + memory_s if packed else max(busy, memory_s)
+        each += work.transposed * c.transposed_s
         return self._devices * (each + c.launch_s) * self.correction.compute
 
     def collective_s(self, one: Collective, mesh: MeshShape) -> float:

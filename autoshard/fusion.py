@@ -4,6 +4,8 @@ Elementwise chains are taken to fuse into what consumes them, as XLA fuses them,
 kernel writes costs memory and traffic.
 """
 
+from typing import NamedTuple
+
 from autoshard.operations import FREE, HEAVY, SLICES, Operations
 
 _EXPENSIVE = frozenset(
@@ -30,6 +32,20 @@ _EXPENSIVE = frozenset(
 _MOST_COPIES = 3  # XLA repeats a cheap chain in a few consumers, then writes it once
 
 
+_PRODUCT = "stablehlo.dot_general"
+
+
+class Transposed(NamedTuple):
+    """A value that a kernel transposes.
+
+    Attributes:
+      product: the product that makes it just so, unless its parts are summed over devices; else -1.
+    """
+
+    value: int
+    product: int
+
+
 class Fusion:
     """What fuses in a module.
 
@@ -41,9 +57,10 @@ class Fusion:
         self._ops = operations
         self.written = [self._is_written(v) for v in range(len(operations.sizes))]
 
-    def kernel(self, v: int) -> tuple[dict[int, float], float]:
-        """What one kernel reads (value -> part of it) and the operations it executes."""
+    def kernel(self, v: int) -> tuple[dict[int, float], float, list[Transposed]]:
+        """What one kernel reads (value -> part of it), its operations, and what it transposes."""
         ops = self._ops
+        transposed = self._transposed(v)
         reads: dict[int, float] = {}
         flops = ops.own_flops[v]
         name = ops.op_of[v]
@@ -74,8 +91,21 @@ class Fusion:
                     stack += ops.operands[i]
             else:
                 flops += ops.own_flops[i]
+                transposed += self._transposed(i)
                 stack += ops.operands[i]
-        return reads, flops
+        return reads, flops, transposed
+
+    def _transposed(self, v: int) -> list[Transposed]:
+        """What an operation transposes; no matrix that only products read, either way."""
+        ops = self._ops
+        found = ops.transposed.get(v, ())
+        product = -1
+        if found and ops.op_of[v] == "stablehlo.transpose" and ops.is_matrix(v):
+            if set(self._real_uses(v)) == {_PRODUCT}:
+                return []
+            (made,) = ops.operands[v]
+            product = made if ops.op_of[made] == _PRODUCT else -1
+        return [Transposed(value=value, product=product) for value in found]
 
     def _is_written(self, v: int) -> bool:
         """Whether a value is written to memory rather than fused into what uses it."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.buffers import Values, assign
 from autoshard.compat import stablehlo
-from autoshard.fusion import Fusion
+from autoshard.fusion import Fusion, Transposed
 from autoshard.operations import HEAVY, UPDATE, Operations
 
 
@@ -22,6 +22,7 @@ class KernelTable:
 
     Attributes:
       value_bytes: (n,) size of each value on one device if nothing is sharded.
+      value_elements: (n,) elements of it.
       tags: tag of an operation -> (first value, number of results); values are numbered so.
       argument_values: value number of each argument of main.
       site_values: (value, site index) of each sharding constraint.
@@ -33,6 +34,9 @@ class KernelTable:
       kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`; else "".
       read_kernel, read_value: (r,) which kernel reads which value.
       read_scale: (r,) part of the value that is read.
+      transposed_kernel, transposed_value: (t,) which kernel transposes which value.
+      transposed_product: (t,) the product that makes it just so, unless its parts are summed over
+        devices; else -1.
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
         a constraint count where a layout makes it another array than what it constrains.
@@ -43,6 +47,7 @@ class KernelTable:
     """
 
     value_bytes: np.ndarray
+    value_elements: np.ndarray
     tags: dict[int, tuple[int, int]]
     argument_values: list[int]
     site_values: list[tuple[int, int]]
@@ -55,6 +60,9 @@ class KernelTable:
     read_kernel: np.ndarray
     read_value: np.ndarray
     read_scale: np.ndarray
+    transposed_kernel: np.ndarray
+    transposed_value: np.ndarray
+    transposed_product: np.ndarray
     buffer: np.ndarray
     live_from: np.ndarray
     live_to: np.ndarray
@@ -98,6 +106,8 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
     read_kernel: list[int] = []
     read_value: list[int] = []
     read_scale: list[float] = []
+    transposed_kernel: list[int] = []
+    transposed: list[Transposed] = []
     touches: list[list[int]] = [[] for _ in range(n)]
     for v in range(n):
         if not written[v] or ops.op_of[v] in ("", "stablehlo.while", "stablehlo.case"):
@@ -105,8 +115,10 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
                 if ops.op_of[v] in ("stablehlo.while", "stablehlo.optimization_barrier"):
                     _touch(ops, touches, written, i, ops.position_of[v])
             continue
-        reads, flops = fusion.kernel(v)
+        reads, flops, turned = fusion.kernel(v)
         k = len(kernel_value)
+        transposed_kernel += [k] * len(turned)
+        transposed += turned
         kernel_value.append(v)
         kernel_flops.append(flops)
         kernel_trips.append(ops.trip_of[v])
@@ -150,6 +162,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
             live_to[v] = max(last[v], ops.position_of[v])
     return KernelTable(
         value_bytes=np.array(ops.sizes),
+        value_elements=np.array(ops.elements),
         tags=ops.tags,
         argument_values=ops.arguments,
         site_values=ops.site_values,
@@ -162,6 +175,9 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         read_kernel=np.array(read_kernel, dtype=int),
         read_value=np.array(read_value, dtype=int),
         read_scale=np.array(read_scale),
+        transposed_kernel=np.array(transposed_kernel, dtype=int),
+        transposed_value=np.array([t.value for t in transposed], dtype=int),
+        transposed_product=np.array([t.product for t in transposed], dtype=int),
         buffer=np.array(buffer, dtype=int),
         live_from=live_from,
         live_to=live_to,

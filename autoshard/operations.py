@@ -5,10 +5,10 @@ here only which branch runs (the largest) and which constants a loop makes itsel
 """
 
 import math
-import re
 
 from autoshard.buffers import Loop
 from autoshard.compat import stablehlo
+from autoshard.transposes import transposed_operands
 from autoshard.trips import trip_count
 
 FREE = frozenset(
@@ -80,6 +80,7 @@ class Operations:
       site_values: (value, site index) of each sharding constraint.
       loops: every `while`.
       contracting: tags of products and convolutions with the values they take.
+      transposed: by the value an operation makes, the values it transposes (`transposes`).
       length: the last position.
       assumptions: what the module did not say.
     """
@@ -87,6 +88,7 @@ class Operations:
     def __init__(self, main: stablehlo.Block, site_of_tag: dict[int, int]):
         self.sizes: list[float] = []
         self.elements: list[float] = []
+        self._dimensions: list[int] = []
         self.parents: list[int] = []
         self.op_of: list[str] = []
         self.operands: list[list[int]] = []
@@ -102,6 +104,7 @@ class Operations:
         self.site_values: list[tuple[int, int]] = []
         self.loops: list[Loop] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
+        self.transposed: dict[int, tuple[int, ...]] = {}
         self.length = 0
         self.assumptions: list[str] = []
         self._site_of_tag = site_of_tag
@@ -119,12 +122,17 @@ class Operations:
             return self.operands[v][0]
         return -1
 
+    def is_matrix(self, v: int) -> bool:
+        """Whether a value has two dimensions of more than one element."""
+        return self._dimensions[v] == 2
+
     def _new(self, value: stablehlo.Value, op: str, trips: float, parent: int = -1) -> int:
         dims, bits = stablehlo.shape_and_bits(str(value.type))
         index = len(self.sizes)
         self._number[value] = index
         count = float(math.prod(dims))
         self.elements.append(count)
+        self._dimensions.append(sum(d > 1 for d in dims))
         self.sizes.append(count * bits / 8)
         self.parents.append(parent)
         self.op_of.append(op)
@@ -175,6 +183,9 @@ class Operations:
             if name in ("stablehlo.dot_general", "stablehlo.convolution"):
                 self.contracting[tag] = tuple(operands)
                 self.dtype_of[index] = stablehlo.dtype_of(op.operands[0])
+        if turned := transposed_operands(op):
+            made = name == "stablehlo.transpose"  # in parts as its result, not as its operand
+            self.transposed[first] = (first,) if made else tuple(operands[i] for i in turned)
         for i in operands:
             self.uses[i].append((name, first if op.results else -1))
         self.tags[tag] = (first, len(op.results))
@@ -256,12 +267,8 @@ class Operations:
         out = self.elements[index]
         if name == "stablehlo.dot_general":
             left = stablehlo.shape_of(op.operands[0])
-            found = re.search(
-                r"lhs_contracting_dimensions = \[([\d, ]*)\]",
-                str(op.attributes["dot_dimension_numbers"]),
-            )
-            dims = [int(d) for d in found.group(1).split(",") if d.strip()] if found else []
-            return 2.0 * out * math.prod(left[d] for d in dims)
+            (_, contracted), _ = stablehlo.product_dimensions(op)
+            return 2.0 * out * math.prod(left[d] for d in contracted)
         if name == "stablehlo.convolution":
             kernel = stablehlo.shape_of(op.operands[1])
             text = str(op.attributes["dimension_numbers"])

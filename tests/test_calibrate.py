@@ -15,6 +15,7 @@ from autoshard.calibrate import (
     fresh_s_per_byte,
     least_of_rounds,
     rates_by_dtype,
+    transposed_s,
 )
 from autoshard.catalogue import catalogue
 from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants
@@ -46,6 +47,7 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     assert 1e8 < constants.bandwidth_bytes_per_s < 1e13
     assert 0 < constants.launch_s < 1e-2
     assert 0 <= constants.fresh_s_per_byte < 1e-7
+    assert 0 <= constants.transposed_s < 1e-6
     assert constants.gathers_by_dimension
     assert {(x.kind, x.group_size) for x in constants.links} == {
         (k, n) for k in KINDS for n in (2, 8)
@@ -133,6 +135,13 @@ def test_a_byte_of_a_fresh_block_costs_what_a_kept_one_does_not():
     assert fresh_s_per_byte(seconds, devices, kept_bytes) == pytest.approx(2e-10)
     quicker = {**seconds, "fresh": 0.01}
     assert fresh_s_per_byte(quicker, devices, kept_bytes) == 0.0
+
+
+def test_a_transposed_element_costs_what_a_straight_one_does_not():
+    elements = 4 * 760 * 1000
+    seconds = {"straight": 0.002, "transposed": 0.002 + elements * 1e-9}
+    assert transposed_s(seconds, 4) == pytest.approx(1e-9)
+    assert transposed_s({**seconds, "transposed": 0.001}, 4) == 0.0
 
 
 def test_the_file_holds_date_digest_and_identity(constants, calibration):

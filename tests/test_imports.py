@@ -11,9 +11,9 @@ PACKAGE = ROOT / "autoshard"
 
 LAYERS = (
     {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"}
-    | {"catalogue", "topology", "subaxes"},
+    | {"catalogue", "topology", "subaxes", "cache_lines"},
     {"program", "target", "journal", "hlo"},
-    {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips"}
+    {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips", "transposes"}
     | {
         "analysis",
         "small",

@@ -8,11 +8,9 @@ libtpu 0.0.42 for v5e). Shardy takes the way that sends less, and gathers the op
 over few rows.
 """
 
-from jaxlib.mlir.dialects import stablehlo as dialect
-
 from autoshard.compat.reshards import division, make_result, without
 from autoshard.compat.shardings import Attributes
-from autoshard.compat.stablehlo import Operation, walk
+from autoshard.compat.stablehlo import Operation, product_dimensions, walk
 from autoshard.subaxes import axis_name
 
 
@@ -31,9 +29,9 @@ def _keep_sum(op: Operation, attributes: Attributes) -> None:
     made = division(op.results[0])
     if not any(made):
         return
-    numbers = dialect.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    (_, of_left), (_, of_right) = product_dimensions(op)
     left, right = (division(operand) for operand in op.operands)
-    pairs = zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True)
+    pairs = zip(of_left, of_right, strict=True)
     summed = {axis_name(axis) for i, j in pairs if left[i] == right[j] for axis in left[i]}
     whole = without(made, summed)
     if whole != made:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir.dialects import stablehlo as dialect
 
 from autoshard.compat import jaxprs
 
@@ -124,6 +125,20 @@ def strides(operation: Operation) -> list[int]:
     if operation.name == "stablehlo.pad":
         return [n + 1 for n in ir.DenseI64ArrayAttr(attributes["interior_padding"])]
     return []
+
+
+def product_dimensions(product: Operation) -> tuple[tuple[list[int], list[int]], ...]:
+    """(batch, contracted) dimensions of both operands of a `dot_general`."""
+    numbers = dialect.DotDimensionNumbers(product.attributes["dot_dimension_numbers"])
+    return (
+        (list(numbers.lhs_batching_dimensions), list(numbers.lhs_contracting_dimensions)),
+        (list(numbers.rhs_batching_dimensions), list(numbers.rhs_contracting_dimensions)),
+    )
+
+
+def permutation(transpose: Operation) -> list[int]:
+    """Which dimension of its operand each dimension of a transpose is."""
+    return list(ir.DenseI64ArrayAttr(transpose.attributes["permutation"]))
 
 
 @functools.lru_cache(maxsize=4096)

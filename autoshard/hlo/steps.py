@@ -14,6 +14,7 @@ from autoshard.hlo.flops import ELEMENTWISE, TRANSCENDENTAL, matmul_flops, plain
 from autoshard.hlo.records import Computation, HloModule, Instruction
 from autoshard.hlo.slices import crossing, mesh_of_slice, rendezvous
 from autoshard.hlo.traffic import FREE, FREE_CALLS, HOST, Traffic
+from autoshard.hlo.transposes import transposed
 from autoshard.hlo.trips import trip_count
 from autoshard.hlo.work import Work
 from autoshard.layout import MeshShape
@@ -110,6 +111,7 @@ class _Inside:
         self.elements = 0.0
         self.transcendentals = 0.0
         self.bytes = 0.0
+        self.transposed = 0.0
         self.declared = False
         self.exchanges: list[Exchange] = []
         self.ended: list[str] = []
@@ -122,6 +124,7 @@ class _Inside:
         self.elements += other.elements
         self.transcendentals += other.transcendentals
         self.bytes += other.bytes
+        self.transposed += other.transposed
         self.declared |= other.declared
         self.exchanges += other.exchanges
         self.ended += other.ended
@@ -248,6 +251,7 @@ class Steps:
                 matmul_flops=tuple(sorted(inside.matmul.items())),
                 element_flops=inside.elements,
                 transcendentals=inside.transcendentals,
+                transposed=inside.transposed,
                 bytes=max(inside.bytes, moved) if opcode == "fusion" else inside.bytes or moved,
                 cycles=int(cycles[1]) if cycles else None,
                 declared=inside.declared,
@@ -308,6 +312,8 @@ class Steps:
         if flops is not None:
             inside.add_matmul(computation.find(instruction.operands[0]).shape.dtype, flops)
             return
+        if fused_from is not None:  # alone it is not compiled to a loop of its own
+            inside.transposed += transposed(instruction, computation)
         flops = plain_flops(instruction, computation)
         inside.elements += flops
         if opcode in TRANSCENDENTAL:

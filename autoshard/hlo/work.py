@@ -16,6 +16,7 @@ class Work:
       element_flops: all other operations, transcendentals included.
       transcendentals: the part of them that are exp, tanh, sqrt and their like.
       bytes: read from and written to the main memory.
+      transposed: elements that fused transposes move across cache lines (`hlo.transposes`).
       cycles: the compiler's own estimate, clock cycles; None where it prints none that can be.
       declared: operations and bytes come from the declared cost of a custom call.
     """
@@ -26,5 +27,6 @@ class Work:
     element_flops: float = 0.0
     transcendentals: float = 0.0
     bytes: float = 0.0
+    transposed: float = 0.0
     cycles: int | None = None
     declared: bool = False

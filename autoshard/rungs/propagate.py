@@ -112,10 +112,17 @@ class Propagator:
         )
         for k, value in enumerate(kernels.kernel_value):
             traffic[k] += regathered.get(value, 0.0)
+        summed = {value for value, parts in contracted.items() if parts > divided[value]}
+        moves = [product < 0 or product in summed for product in kernels.transposed_product]
+        transposed = np.bincount(
+            kernels.transposed_kernel,
+            weights=(kernels.value_elements / divided)[kernels.transposed_value] * moves,
+            minlength=len(kernels.kernel_value),
+        )
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
         block = _peak_of(kernels, local, spikes)
-        compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_dtypes)
+        compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_dtypes, transposed)
         compute_s += cost.fresh_s(block)
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)

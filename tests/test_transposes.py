@@ -1,0 +1,186 @@
+"""What the kernels of a step transpose on CPU: as many elements as in the compiled program."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import hlo
+from autoshard.compat.executable import compile_module
+from autoshard.cost import CostModel
+from autoshard.hlo.steps import Launch, Steps
+from autoshard.hlo.work import Work
+from autoshard.layout import MeshShape
+from autoshard.lowering import lower_step
+from autoshard.trial import Estimate
+from autoshard.workload import Workload
+from tests.analysed import CONSTANTS, analyse, baseline, propagator, target
+from tests.programs import normal, shaped, train
+
+T, TALL, WIDE = (8, 24, 40), (40, 4, 24), (4, 24, 40)
+HEADS, SCORES = (8, 24, 4, 20), (8, 4, 24, 24)
+
+PRODUCTS = {
+    "forward": ("btd,df->btf", T, (40, 50)),
+    "towards the input": ("btf,df->btd", (8, 24, 50), (40, 50)),
+    "towards the weight": ("btd,btf->df", T, (8, 24, 50)),
+    "heads": ("btd,dhk->bthk", T, TALL),
+    "from heads": ("bthk,dhk->btd", (8, 24, 4, 24), TALL),
+    "to heads": ("btd,hkd->bthk", T, WIDE),
+    "heads' weight": ("btd,bthk->hkd", T, (8, 24, 4, 24)),
+    "scores": ("bthk,bshk->bhts", HEADS, HEADS),
+    "averages": ("bhts,bshk->bthk", SCORES, HEADS),
+    "of experts": ("ecd,edf->ecf", (4, 48, 40), (4, 40, 50)),
+    "experts' weight": ("ecd,ecf->edf", (4, 48, 40), (4, 48, 50)),
+    "towards the experts' input": ("ecf,edf->ecd", (4, 48, 50), (4, 40, 50)),
+    "matrices": ("id,df->if", (48, 40), (40, 50)),
+    "left turned": ("di,df->if", (40, 48), (40, 50)),
+    "right turned": ("id,fd->if", (48, 40), (50, 40)),
+    "result turned": ("id,df->fi", (48, 40), (40, 50)),
+    "gates": ("bgh,dgh->bd", (18, 3, 40), (40, 3, 40)),
+    "few of each": ("bgh,dgh->bd", (16, 3, 16), (40, 3, 16)),
+}
+
+
+def by_rung_1(function, *shapes) -> float:  # type: ignore[no-untyped-def]
+    made = jax.eval_shape(function, *(shaped(*s) for s in shapes))
+    workload = Workload(
+        step=lambda state, batch: (function(*batch), 0.0),
+        init=lambda: jnp.zeros(made.shape, made.dtype),
+        batch=tuple(shaped(*s) for s in shapes),
+    )
+    kernels = analyse(workload).analysis.kernels
+    alone = kernels.transposed_product < 0
+    times = kernels.kernel_trips[kernels.transposed_kernel]
+    return float(np.dot(kernels.value_elements[kernels.transposed_value], times * alone))
+
+
+def compiled(function, *shapes) -> float:  # type: ignore[no-untyped-def]
+    text = jax.jit(function).lower(*(shaped(*s) for s in shapes)).compile().as_text()
+    return transposed_in(hlo.parse(text), ())
+
+
+def transposed_in(module: hlo.HloModule, mesh: MeshShape) -> float:
+    steps = Steps(module, mesh).of(module.entry)
+    return sum(step.work.transposed for step in steps if isinstance(step, Launch))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_copy_what_they_cannot_read_as_it_lies(name: str) -> None:
+    equation, *shapes = PRODUCTS[name]
+
+    def product(a, b):  # type: ignore[no-untyped-def]
+        return jnp.einsum(equation, a, b)
+
+    assert by_rung_1(product, *shapes) == compiled(product, *shapes)
+
+
+def test_some_of_these_products_copy() -> None:
+    equation, *shapes = PRODUCTS["gates"]
+    assert compiled(lambda a, b: jnp.einsum(equation, a, b), *shapes) == 40 * 3 * 40
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.swapaxes(x, 1, 2) * 2.0,
+        lambda x: jnp.moveaxis(x, 0, -1) * 2.0,
+        lambda x: jnp.swapaxes(x, 0, 1) * 2.0,
+        lambda x: jnp.tanh(jnp.swapaxes(x, 1, 2)) + 1.0,
+    ],
+)
+def test_transposes_that_are_written_out(function) -> None:  # type: ignore[no-untyped-def]
+    shape = (24, 30, 40)
+    assert by_rung_1(function, shape) == compiled(function, shape)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: x.T @ y,
+        lambda x, y: (x.T @ y).T,
+        lambda x, y: (x.T @ y).T + jnp.sin(x.T @ y).T,
+    ],
+)
+def test_matrices_beside_products_change_places_for_nothing(function) -> None:  # type: ignore[no-untyped-def]
+    shapes = (40, 50), (40, 60)
+    assert by_rung_1(function, *shapes) == compiled(function, *shapes)
+
+
+def test_a_loop_transposes_in_every_turn() -> None:
+    def looped(w, x):  # type: ignore[no-untyped-def]
+        def turn(y, _):  # type: ignore[no-untyped-def]
+            return jnp.tanh(jnp.einsum("bgh,dgh->bd", y.reshape(18, 3, 40), w)), None
+
+        return jax.lax.scan(turn, x, length=5)[0]
+
+    shapes = (120, 3, 40), (18, 120)
+    assert by_rung_1(looped, *shapes) == 5 * 120 * 3 * 40
+
+
+SHARED = dataclasses.replace(CONSTANTS, shared=True)
+COSTS = [CostModel(dataclasses.replace(SHARED, transposed_s=s)) for s in (0.0, 1e-9)]
+
+
+@pytest.mark.parametrize(
+    ("equation", "batch", "weight", "elements"),
+    [
+        (
+            "bgh,dgh->bd",
+            (24, 3, 40),
+            (40, 3, 40),
+            8 * 40 * 3 * 40,
+        ),  # every device copies the whole weight
+        ("bth,btd->hd", (24, 20, 40), (), 24 * 20 * 40),  # and its part of the batch
+    ],
+)
+def test_rung_1_adds_up_the_devices_of_a_host(
+    equation: str, batch: tuple[int, ...], weight: tuple[int, ...], elements: int
+) -> None:
+    def step(w, x):  # type: ignore[no-untyped-def]
+        return w, jnp.sum(jnp.tanh(jnp.einsum(equation, x, w if weight else x)))
+
+    of = analyse(Workload(step=step, init=lambda: jnp.zeros(weight), batch=shaped(*batch)))
+    layout = baseline(of.space, "data parallel")
+    without, with_ = (propagator(of.analysis).judge(of.space, layout, c) for c in COSTS)
+    assert isinstance(without, Estimate) and isinstance(with_, Estimate)
+    assert with_.compute_s - without.compute_s == pytest.approx(elements * 1e-9)
+    assert with_.time_s - without.time_s == pytest.approx(elements * 1e-9)
+
+
+@pytest.mark.parametrize("name", ["replicated", "data parallel", "FSDP"])
+@pytest.mark.parametrize(
+    ("equation", "weight"), [("bd,dgh->bgh", (256, 3, 40)), ("bd,df->bf", (256, 48))]
+)
+def test_gradients_are_transposed_as_compiled(
+    equation: str, weight: tuple[int, ...], name: str
+) -> None:
+    """In the parts in which they are kept; matrices only where parts of them are summed."""
+
+    def loss(params, batch):  # type: ignore[no-untyped-def]
+        return jnp.mean(jnp.tanh(jnp.einsum(equation, batch["x"], params["w"])))
+
+    of = analyse(train(loss, lambda: {"w": normal(0, *weight)}, {"x": shaped(192, 256)}))
+    layout = baseline(of.space, name)
+    without, with_ = (propagator(of.analysis).judge(of.space, layout, c) for c in COSTS)
+    assert isinstance(without, Estimate) and isinstance(with_, Estimate)
+    specs = of.space.specs(layout)
+    made = compile_module(lower_step(of.analysis, specs, target()), jax.devices()[:8])
+    elements = transposed_in(hlo.parse(made.hlo_text), specs.mesh)
+    assert (elements > 0) == (name != "replicated" or len(weight) > 2)
+    assert with_.compute_s - without.compute_s == pytest.approx(8 * elements * 1e-9)
+
+
+def test_both_rungs_price_a_transposed_element_alike() -> None:
+    work = Work(opcode="fusion", name="f", bytes=16000.0, transposed=2000.0)
+    ((slow, fast), launch_s) = (c.kernel_s(work) for c in COSTS), CONSTANTS.launch_s
+    assert fast - slow == pytest.approx(8 * 2000 * 1e-9)
+    nothing = np.zeros(1)
+    one = [
+        c.kernels_s(nothing, np.array([16000.0]), np.ones(1), [""], np.array([2000.0]))
+        for c in COSTS
+    ]
+    assert one == pytest.approx([slow, fast])
+    assert slow > 8 * launch_s
