@@ -61,7 +61,13 @@ ROW, COLUMN, TIME = f"table[0]:{ROWS}", f"table[1]:{WIDTH}", f"ids[1]:{LENGTH}"
         (SPARE, {"batch": X}, {ROW: X}),
         (SPARE, {"batch": X, ROW: X}, {ROW: X}),
         (ONE, {COLUMN: X, ROW: X}, {ROW: X}),
-        (SPARE, {COLUMN: X, ROW: X}, {ROW: X}),
+        pytest.param(
+            *(SPARE, {COLUMN: X, ROW: X}, {ROW: X}),
+            marks=pytest.mark.skipif(
+                jax.__version_info__ >= (0, 12),
+                reason="XLA gathers the gradient to divide it by rows (full rematerialization)",
+            ),
+        ),
     ],
 )
 def test_what_is_sent_for_lookups_as_compiled(
