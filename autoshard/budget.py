@@ -14,7 +14,8 @@ class Budget:
       candidates: judged by rung 1.
       compiles: programs compiled by rung 2, baselines included. Of six or more that nothing is
         measured after, two are the best layout again, put into the program by other constraints.
-      profiles: programs measured by rung 3, baselines included; 0 plans without measuring.
+      profiles: programs measured by rung 3, baselines included, as far as rung 2 leaves them a
+        chance; 0 plans without measuring.
       seconds: wall time of the whole search; None for no limit.
       compile_seconds: limit of one compile, which is killed then.
       measure_seconds: limit of one measuring call, which is killed then.
@@ -22,8 +23,8 @@ class Budget:
     """
 
     candidates: int = 600
-    compiles: int = 16
-    profiles: int = 12
+    compiles: int = 20
+    profiles: int = 16
     seconds: float | None = None
     compile_seconds: float = 300.0
     measure_seconds: float = 300.0

@@ -2,7 +2,7 @@
 
 A loop that moves elements from one densest dimension to another reads or writes one element of a
 cache line at a time. Where few elements follow each other in one of the two, their lines stay in
-the cache until the others are wanted, and nothing is lost.
+the cache until the others are wanted, and little is lost.
 """
 
 LINE_BYTES = 64

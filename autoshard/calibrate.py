@@ -48,10 +48,8 @@ _REPEATS = 8  # collectives in one program, so that dispatch does not count
 _TURNS = (2, 6)
 _BEYOND_BYTES = 256 << 20  # of all devices: several times the last cache of a host
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
-_MATRIX = (
-    760,
-    1000,
-)  # float32, 3 MB on each device: no power of two, whose columns share cache lines
+# float32, 3 MB on each device; no powers of two, whose columns share cache sets.
+_MATRIX = 760, 1000
 _FRESH_DEVICES = 8  # enough to keep every core busy; on all of a large mesh it would be gigabytes
 _SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device of a fake mesh
 _LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a dispatch

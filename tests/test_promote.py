@@ -13,6 +13,7 @@ from autoshard.promote import (
     lower_bound_factor,
     promote,
     surely_too_large,
+    worth_measuring,
 )
 from autoshard.trial import Estimate, Rung
 
@@ -55,7 +56,8 @@ def test_the_best_of_different_families_go_on(times: list[float], count: int) ->
 def test_no_family_takes_everything() -> None:
     crowd = entries(*(1.0 + 0.1 * i for i in range(6)), family="fsdp")
     other = Entry(index=9, estimate=estimate(5.0), family="tp", program="tp")
-    assert pick([*crowd, other], 3) == [0, 1, 9]
+    assert pick([*crowd, other], 3) == [0, 9, 1]
+    assert pick([*crowd, other], 4) == [0, 9, 1, 2]
     assert pick(crowd, 3) == [0, 1, 2]  # nothing else there: fill up
 
 
@@ -66,13 +68,22 @@ def test_one_program_goes_on_once() -> None:
     assert pick([one, two], 3, taken=[one]) == [1]
 
 
-def test_what_the_model_cannot_tell_apart_only_fills_up() -> None:
+def test_one_half_is_told_apart_by_the_model_the_other_is_the_best() -> None:
     twins = [
-        Entry(index=i, estimate=estimate(1.0 + 1e-4 * i), family="a", program=i) for i in range(3)
+        Entry(index=i, estimate=estimate(1.0 + 1e-4 * i), family="a", program=i) for i in range(9)
     ]
-    other = Entry(index=7, estimate=estimate(3.0), family="b", program=7)
-    assert pick([*twins, other], 2) == [0, 7]
-    assert pick([*twins, other], 3) == [0, 7, 1]
+    others = [
+        Entry(index=i, estimate=estimate(0.1 * i), family=f"family {i}", program=i)
+        for i in range(30, 39)
+    ]
+    assert pick([*twins, *others], 8) == [0, 30, 31, 32, 1, 2, 3, 4]
+    assert pick([*twins, *others], 8, taken=twins[:3]) == [30, 31, 32, 33, 3, 4, 5, 6]
+    assert pick(twins, 3) == [0, 1, 2], "nothing else there: fill up"
+
+
+def test_what_is_hopeless_by_rung_two_is_not_measured() -> None:
+    assert worth_measuring({0: 1.6, 1: 1.2, 2: 1.0, 3: 1.4, 4: 1.0}) == [2, 4, 1, 3]
+    assert worth_measuring({}) == []
 
 
 def test_the_correction_decides_the_order() -> None:

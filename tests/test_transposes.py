@@ -127,13 +127,10 @@ COSTS = [CostModel(dataclasses.replace(SHARED, transposed_s=s)) for s in (0.0, 1
 @pytest.mark.parametrize(
     ("equation", "batch", "weight", "elements"),
     [
-        (
-            "bgh,dgh->bd",
-            (24, 3, 40),
-            (40, 3, 40),
-            8 * 40 * 3 * 40,
-        ),  # every device copies the whole weight
-        ("bth,btd->hd", (24, 20, 40), (), 24 * 20 * 40),  # and its part of the batch
+        # Every device copies the whole weight,
+        ("bgh,dgh->bd", (24, 3, 40), (40, 3, 40), 8 * 40 * 3 * 40),
+        # and its part of the batch.
+        ("bth,btd->hd", (24, 20, 40), (), 24 * 20 * 40),
     ],
 )
 def test_rung_1_adds_up_the_devices_of_a_host(
@@ -175,12 +172,12 @@ def test_gradients_are_transposed_as_compiled(
 
 def test_both_rungs_price_a_transposed_element_alike() -> None:
     work = Work(opcode="fusion", name="f", bytes=16000.0, transposed=2000.0)
-    ((slow, fast), launch_s) = (c.kernel_s(work) for c in COSTS), CONSTANTS.launch_s
+    slow, fast = (costs.kernel_s(work) for costs in COSTS)
     assert fast - slow == pytest.approx(8 * 2000 * 1e-9)
     nothing = np.zeros(1)
     one = [
-        c.kernels_s(nothing, np.array([16000.0]), np.ones(1), [""], np.array([2000.0]))
-        for c in COSTS
+        costs.kernels_s(nothing, np.array([16000.0]), np.ones(1), [""], np.array([2000.0]))
+        for costs in COSTS
     ]
     assert one == pytest.approx([slow, fast])
-    assert slow > 8 * launch_s
+    assert slow > 8 * CONSTANTS.launch_s

@@ -20,6 +20,7 @@ from autoshard.driver.promoting import (
     promoted,
     reworded,
     smallest,
+    worth_measuring,
 )
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal
@@ -34,6 +35,9 @@ compiles stop."""
 
 FIRST_WAVE_ROUNDS = 6
 """Rounds of the first race: enough to correct rung 1 and to drop what is clearly slow."""
+
+_KEPT = 4
+"""One measurement in so many is kept for those that the first wave points to."""
 
 _DEFENDERS = 3
 
@@ -143,8 +147,8 @@ def _climb(
     with ledger.timed("propagate"):
         propagate_all(ledger, strategy, RUNG1_SHARE, begin_baselines)
     with ledger.timed("compile"):
-        most = min(budget.compiles - spared, budget.profiles or budget.compiles)
-        room = max(0, most - len(first))
+        room = max(0, budget.compiles - spared - len(first))
+        room = min(room, budget.profiles or room)
         more = promoted(ledger, room - room // 2, first)
         compiling.compile(more, share)
         first += more
@@ -161,7 +165,8 @@ def _climb(
         return
     with opened_bench(ledger) as bench:
         with ledger.timed("profile"):
-            begun = ledger.fitting(first)[: budget.profiles]
+            most = budget.profiles - budget.profiles // _KEPT
+            begun = worth_measuring(ledger, first)[:most]
             measuring.measure(bench, begun, "first", FIRST_WAVE_ROUNDS, 0, RUNG2_SHARE)
         learn(ledger)
         with ledger.timed("compile"):
@@ -169,7 +174,7 @@ def _climb(
             second = promoted(ledger, max(0, room), first)
             compiling.compile(second, RUNG2_SHARE)
         with ledger.timed("profile"):
-            finalists = [*measuring.ranking[:_DEFENDERS], *ledger.fitting(second)]
+            finalists = [*measuring.ranking[:_DEFENDERS], *worth_measuring(ledger, second)]
             measuring.measure(bench, finalists, "final", budget.rounds, FIRST_WAVE_ROUNDS, 1.0)
         learn(ledger)
 

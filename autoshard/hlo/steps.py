@@ -312,8 +312,7 @@ class Steps:
         if flops is not None:
             inside.add_matmul(computation.find(instruction.operands[0]).shape.dtype, flops)
             return
-        if fused_from is not None:  # alone it is not compiled to a loop of its own
-            inside.transposed += transposed(instruction, computation)
+        inside.transposed += transposed(instruction, computation)
         flops = plain_flops(instruction, computation)
         inside.elements += flops
         if opcode in TRANSCENDENTAL:

@@ -1,5 +1,7 @@
 """Which rows go on: baselines that may fit, then the best; what is too large is not compiled."""
 
+import dataclasses
+
 import pytest
 
 from autoshard.cost import Correction
@@ -70,6 +72,29 @@ def test_what_has_gone_on_does_not_go_on_again(ledger):
     ledger.rows[1].compiled = estimate(rung=Rung.COMPILE)
     chosen = promoting.promoted(ledger, 2, [0])
     assert chosen == [2, 3]
+
+
+def test_two_baselines_and_what_the_author_wrote_are_measured_however_slow(ledger):
+    def compiled(number, time_s, baseline="", peak=100):
+        said = estimate(time_s, peak=peak, rung=Rung.COMPILE)
+        return row(number, baseline, compiled=said)
+
+    ledger.rows = [
+        compiled(0, 1.0),
+        compiled(1, 9.0, "replicated"),
+        compiled(2, 3.0, "FSDP"),
+        compiled(3, 2.0, "data parallel"),
+        compiled(4, 1.1),
+        compiled(5, 2.0),
+        compiled(6, 0.1, "tensor parallel", peak=2000),  # does not fit
+        row(7),
+    ]
+    assert promoting.worth_measuring(ledger, range(8)) == [0, 4, 3, 2]
+    assert promoting.worth_measuring(ledger, [5, 3, 4]) == [4, 3], "beside all that is compiled"
+    own = ledger.rows[1].candidate
+    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_written=True))
+    ledger.rows[1].candidate = written
+    assert promoting.worth_measuring(ledger, range(8)) == [0, 4, 3, 2, 1]
 
 
 def test_measurements_correct_the_order(ledger):
