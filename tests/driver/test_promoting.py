@@ -89,12 +89,15 @@ def test_two_baselines_and_what_the_author_wrote_are_measured_however_slow(ledge
         compiled(6, 0.1, "tensor parallel", peak=2000),  # does not fit
         row(7),
     ]
-    assert promoting.worth_measuring(ledger, range(8)) == [0, 4, 3, 2]
-    assert promoting.worth_measuring(ledger, [5, 3, 4]) == [4, 3], "beside all that is compiled"
+    assert promoting.worth_measuring(ledger, range(8)) == [0, 3, 2, 4]
+    assert promoting.worth_measuring(ledger, [5, 3, 4]) == [3, 4], "beside all that is compiled"
     own = ledger.rows[1].candidate
     written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_written=True))
     ledger.rows[1].candidate = written
-    assert promoting.worth_measuring(ledger, range(8)) == [0, 4, 3, 2, 1]
+    assert promoting.worth_measuring(ledger, range(8)) == [0, 3, 2, 1, 4]
+    assert promoting.worth_measuring(ledger, [7]) == []
+    ledger.rows = [row(0)]
+    assert promoting.worth_measuring(ledger, [0]) == [], "nothing is compiled"
 
 
 def test_measurements_correct_the_order(ledger):

@@ -1,0 +1,93 @@
+"""What the two waves of a search compile and measure, with a compiler and a clock that are not."""
+
+import contextlib
+
+import pytest
+
+from autoshard.budget import Budget
+from autoshard.driver import search
+from autoshard.trial import Measurement, Rung
+from tests.driver.test_promoting import estimate, row
+
+
+class Compiler:
+    """Says what rung 1 said, times `slower` of what is in it."""
+
+    def __init__(self, ledger, slower):
+        self.count, self._ledger, self._slower = 0, ledger, slower
+
+    def compile(self, indices, share):
+        self.count += len(indices)
+        for i in indices:
+            time_s = self._ledger.rows[i].propagated.time_s * self._slower.get(i, 1.0)
+            self._ledger.rows[i].compiled = estimate(time_s, rung=Rung.COMPILE)
+
+    begin = compile
+
+
+class Clock:
+    """Measures what is predicted, and knows what it was given."""
+
+    def __init__(self, ledger):
+        self.waves, self.ranking, self._ledger = {}, (), ledger
+
+    def measure(self, bench, indices, wave, rounds, first_round, share):
+        self.waves[wave] = list(indices)
+        for i in indices:
+            seen = (self._ledger.estimated_s(i),)
+            self._ledger.rows[i].profiled = Measurement(samples_s=seen, rounds=(first_round,))
+        self.ranking = tuple(self._ledger.measured())
+
+
+@pytest.fixture
+def climbed(ledger, monkeypatch):
+    """Searches rows of these times; the first `baselines` of them are that."""
+
+    def climb(times_s, baselines, slower=None, **budget):
+        ledger.budget = Budget(**budget)
+        ledger.rows = [
+            row(i, f"baseline {i}" if i < baselines else "", propagated=estimate(t))
+            for i, t in enumerate(times_s)
+        ]
+        monkeypatch.setattr(search, "propagate_all", lambda ledger, a, b, begin: begin())
+        monkeypatch.setattr(search, "opened_bench", lambda ledger: contextlib.nullcontext())
+        compiler, clock = Compiler(ledger, slower or {}), Clock(ledger)
+        search._climb(ledger, compiler, clock, None)
+        compiled = sum(r.compiled is not None for r in ledger.rows)
+        assert compiled == compiler.count <= ledger.budget.compiles
+        assert len(ledger.measured()) <= ledger.budget.profiles
+        return clock.waves
+
+    return climb
+
+
+def test_hopeless_baselines_leave_their_place_to_the_best(climbed, ledger):
+    waves = climbed([2.0 + i / 10 for i in range(10)] + [1 + i / 1000 for i in range(30)], 10)
+    assert waves["first"] == [10, 0, 1, 11, 12, 13, 14]
+    assert waves["final"] == [10, 11, 12, 15, 16, 17, 18, 19]
+    assert ledger.rows[2].compiled and not ledger.rows[2].profiled
+
+
+def test_what_the_compiler_finds_hopeless_is_not_measured_in_either_wave(climbed):
+    slower = dict.fromkeys((11, 15, 17), 1.6)
+    waves = climbed(
+        [2.0 + i / 10 for i in range(10)] + [1 + i / 1000 for i in range(30)], 10, slower
+    )
+    assert waves["first"] == [10, 0, 1, 12, 13, 14]
+    assert waves["final"] == [10, 12, 13, 16, 18, 19]
+
+
+def test_near_baselines_are_measured_and_leave_a_quarter(climbed):
+    waves = climbed([1.0 + i / 100 for i in range(14)] + [0.99 + i / 1000 for i in range(30)], 14)
+    assert waves["first"] == [14, 0, 1, 15, 16, 2, 3, 4, 5, 6, 7, 8]
+    assert waves["final"] == [14, 15, 16, 17, 18, 19]
+
+
+@pytest.mark.parametrize(("profiles", "first"), [(1, [2]), (2, [2, 0]), (3, [2, 0, 1])])
+def test_of_few_measurements_the_first_is_of_the_fastest_and_all_are_of_the_first_wave(
+    climbed, ledger, profiles, first
+):
+    waves = climbed([2.0, 2.1] + [1 + i / 1000 for i in range(30)], 2, profiles=profiles)
+    assert waves["first"] == first
+    assert waves["final"] == first[:3]
+    assert sum(r.compiled is not None for r in ledger.rows) <= 2 + profiles
