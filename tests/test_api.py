@@ -13,6 +13,7 @@ import pytest
 import autoshard
 from autoshard import api
 from autoshard.driver import compiling, ledger
+from autoshard.layout import Candidate
 from autoshard.lowering import lower_step
 from autoshard.program import trace
 from autoshard.rungs.worker import worker_here
@@ -54,6 +55,12 @@ def interrupting(stage, text=""):
     return callback, told
 
 
+def always_faster(one, other):
+    """Whether one measurement is the shorter in each round of both, whatever the hour's noise."""
+    mine, its = (dict(zip(m.rounds, m.samples_s, strict=True)) for m in (one, other))
+    return all(mine[r] < its[r] for r in mine.keys() & its.keys())
+
+
 def test_the_winner_is_the_best_measured_and_the_ranking_holds_only_what_fits(searched):
     evidence = searched.plan.evidence
     ranked = [evidence.trials[i] for i in evidence.ranking]
@@ -62,8 +69,8 @@ def test_the_winner_is_the_best_measured_and_the_ranking_holds_only_what_fits(se
         assert isinstance(trial.profiled, Measurement)
         assert trial.compiled.peak_memory_bytes <= evidence.memory_limit_bytes
         assert trial.profiled.numerics == "exact"
-    measured = [t.profiled.median_s for t in ranked]
-    assert measured[0] <= 1.5 * min(measured)
+    for other in ranked[1:]:
+        assert not always_faster(other.profiled, ranked[0].profiled)
     assert {t.baseline for t in evidence.trials} >= BASELINES
     assert ranked[0].profiled.devices, "the winner was traced"
     assert evidence.notes == (), "the batch is real: nothing to note"
@@ -267,14 +274,18 @@ def test_a_recorded_timeout_is_tried_again_with_more_time_only(quick, tmp_path, 
 def test_a_candidate_that_computes_something_else_never_becomes_the_plan(
     searched, tmp_path, monkeypatch
 ):
-    """The fixture's winner, and what it is judged by, is made to learn at another rate."""
+    """The first to be measured, the fastest by rung 2, is made to learn at another rate."""
     journal = until(searched, tmp_path, lambda r: r.get("rung") == "profile")
+    compiled = [r for r in lines(journal) if r.get("rung") == "compile" and "outcome" in r]
+    fastest = min(compiled, key=lambda r: r["outcome"]["time_s"])
+    culprit = Candidate.from_json(fastest["candidate"])
     target = searched.plan.target
+    right = make_subject(trace(mlp()), target, "free", None)
     wrong = make_subject(trace(mlp(rate=0.101)), target, "free", None)
-    winner = searched.plan.specs.key()
+    key = right.space.specs(culprit.layout).key()
 
     def lower(analysis, specs, target):
-        return lower_step(wrong.analysis if specs.key() == winner else analysis, specs, target)
+        return lower_step(wrong.analysis if specs.key() == key else analysis, specs, target)
 
     monkeypatch.setattr(ledger, "lower_step", lower)
     plan = autoshard.search(
@@ -284,8 +295,8 @@ def test_a_candidate_that_computes_something_else_never_becomes_the_plan(
         journal=journal,
         calibration=searched.calibration,
     )
-    assert plan.candidate != searched.plan.candidate
-    (bad,) = (t for t in plan.evidence.trials if t.candidate == searched.plan.candidate)
+    assert plan.candidate != culprit
+    (bad,) = (t for t in plan.evidence.trials if t.candidate == culprit)
     assert bad.profiled.kind is Kind.NUMERICS and "['w" in bad.profiled.message
     assert all(plan.evidence.trials[i].candidate != bad.candidate for i in plan.evidence.ranking)
     assert plan.trial.profiled.numerics == "exact"

@@ -13,7 +13,7 @@ from autoshard.promote import (
     lower_bound_factor,
     promote,
     surely_too_large,
-    worth_measuring,
+    worth_trying,
 )
 from autoshard.trial import Estimate, Rung
 
@@ -82,8 +82,8 @@ def test_one_half_is_told_apart_by_the_model_the_other_is_the_best() -> None:
 
 
 def test_what_is_hopeless_by_rung_two_is_not_measured() -> None:
-    assert worth_measuring({0: 1.6, 1: 1.2, 2: 1.0, 3: 1.4, 4: 1.0}) == [2, 4, 1, 3]
-    assert worth_measuring({}) == []
+    assert worth_trying({0: 1.6, 1: 1.2, 2: 1.0, 3: 1.4, 4: 1.0}) == [2, 4, 1, 3]
+    assert worth_trying({}) == []
 
 
 def test_the_correction_decides_the_order() -> None:

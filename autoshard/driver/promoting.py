@@ -13,7 +13,8 @@ def baseline_rows(ledger: Ledger) -> list[int]:
     """Of each baseline the fastest that rung 1 takes to fit, over knobs and meshes; fastest first.
 
     Of a baseline that fits nowhere by rung 1 the fastest of those that miss by little comes behind:
-    rung 1 may be wrong. Those that miss by more would only cost compilations.
+    rung 1 may be wrong. Those that miss by more would only cost compilations, and so would those
+    that are hopelessly slow; the two fastest stay, and before all the step as its author wrote it.
     """
     best: dict[str, int] = {}
     factor = lower_bound(ledger)
@@ -34,8 +35,17 @@ def baseline_rows(ledger: Ledger) -> list[int]:
         other = best.get(row.baseline)
         if other is None or order(i) < order(other):
             best[row.baseline] = i
-    return sorted(best.values(), key=order)
+    rows = sorted(best.values(), key=order)
+    written = [i for i in rows if ledger.rows[i].candidate.layout.as_written]
+    fastest_s = next((_propagated(ledger, i).time_s for i in rows if not order(i)[0]), 0.0)
+    times_s = {i: max(fastest_s, _propagated(ledger, i).time_s) for i in rows}
+    hopeful = set(promote.worth_trying(times_s))
+    others = [i for place, i in enumerate(rows) if place < _BY_HAND or i in hopeful]
+    return list(dict.fromkeys([*written, *others]))
 
+
+_BY_HAND = 2
+"""So many baselines are compiled and measured however slow they are."""
 
 _NEARLY = 1.2
 """Rung 1's peak of what may fit all the same, over the limit."""
@@ -69,8 +79,8 @@ def worth_measuring(ledger: Ledger, indices: Sequence[int]) -> list[int]:
     times_s = {i: ledger.estimated_s(i) for i in ledger.fitting(range(len(ledger.rows)))}
     by_hand = [i for i in sorted(times_s, key=ledger.estimated_s) if ledger.rows[i].baseline]
     written = [i for i in by_hand if ledger.rows[i].candidate.layout.as_written]
-    hopeful = promote.worth_measuring(times_s)
-    order = dict.fromkeys([*hopeful[:1], *by_hand[:2], *written, *hopeful])
+    hopeful = promote.worth_trying(times_s)
+    order = dict.fromkeys([*hopeful[:1], *by_hand[:_BY_HAND], *written, *hopeful])
     return [i for i in order if i in set(indices)]
 
 

@@ -140,7 +140,8 @@ def _climb(
 
     def begin_baselines() -> None:
         # Rung 1 needs one core: the workers have the others until it is done.
-        first.extend(baseline_rows(ledger)[: budget.compiles - spared])
+        # And half of the compilations are for what the search finds.
+        first.extend(baseline_rows(ledger)[: (budget.compiles - spared + 1) // 2])
         with ledger.timed("compile"):
             compiling.begin(first, share)
 

@@ -67,6 +67,26 @@ def test_a_baseline_that_fits_goes_before_a_faster_one_that_does_not(ledger):
     assert all(r.compiled is None for r in ledger.rows), "and what is left out has not failed"
 
 
+def test_hopeless_baselines_stay_behind_but_for_two_and_what_the_author_wrote(ledger):
+    ledger.rows = [
+        row(0, "FSDP", propagated=estimate(1.0)),
+        row(1, "data parallel", propagated=estimate(1.4)),
+        row(2, "tensor parallel", propagated=estimate(1.6)),
+        row(3, "data x TP", propagated=estimate(0.1, peak=1100)),  # does not fit
+        row(4, "replicated", propagated=estimate(7.0)),
+        row(5, "FSDP x TP", propagated=estimate(1.45)),
+    ]
+    assert promoting.baseline_rows(ledger) == [0, 1, 5, 3]
+    own = ledger.rows[4].candidate
+    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_written=True))
+    ledger.rows[4].candidate = written
+    assert promoting.baseline_rows(ledger) == [4, 0, 1, 5, 3]
+    ledger.rows = ledger.rows[2:4]
+    assert promoting.baseline_rows(ledger) == [0, 1]
+    ledger.rows = [row(0, "A", propagated=estimate(9.0)), row(1, "B", propagated=estimate(1.0))]
+    assert promoting.baseline_rows(ledger) == [1, 0]
+
+
 def test_what_has_gone_on_does_not_go_on_again(ledger):
     ledger.rows = [row(i, propagated=estimate(1.0 + i)) for i in range(5)]
     ledger.rows[1].compiled = estimate(rung=Rung.COMPILE)

@@ -24,6 +24,9 @@ class Compiler:
 
     begin = compile
 
+    def finish(self):
+        pass
+
 
 class Clock:
     """Measures what is predicted, and knows what it was given."""
@@ -61,6 +64,17 @@ def climbed(ledger, monkeypatch):
     return climb
 
 
+def test_baselines_take_at_most_half_of_the_compilations(climbed, ledger):
+    climbed([1.0 + i / 100 for i in range(14)] + [1.01 + i / 1000 for i in range(30)], 14)
+    assert [i for i, r in enumerate(ledger.rows[:14]) if r.compiled] == list(range(10))
+
+
+def test_nothing_is_measured_and_half_of_the_compilations_is_for_what_is_found(climbed, ledger):
+    times = [1.0 + i / 100 for i in range(14)] + [1.01 + i / 1000 for i in range(30)]
+    climbed(times, 14, compiles=5, profiles=0)
+    assert [i for i, r in enumerate(ledger.rows) if r.compiled] == [0, 1, 2, 14, 15]
+
+
 def test_hopeless_baselines_leave_their_place_to_the_best(climbed, ledger):
     waves = climbed([2.0 + i / 10 for i in range(10)] + [1 + i / 1000 for i in range(30)], 10)
     assert waves["first"] == [10, 0, 1, 11, 12, 13, 14]
@@ -79,8 +93,8 @@ def test_what_the_compiler_finds_hopeless_is_not_measured_in_either_wave(climbed
 
 def test_near_baselines_are_measured_and_leave_a_quarter(climbed):
     waves = climbed([1.0 + i / 100 for i in range(14)] + [0.99 + i / 1000 for i in range(30)], 14)
-    assert waves["first"] == [14, 0, 1, 15, 16, 2, 3, 4, 5, 6, 7, 8]
-    assert waves["final"] == [14, 15, 16, 17, 18, 19]
+    assert waves["first"] == [14, 0, 1, 15, 16, 17, 18, 2, 3, 4, 5, 6]
+    assert waves["final"] == [14, 15, 16, 19, 20, 21, 22]
 
 
 @pytest.mark.parametrize(("profiles", "first"), [(1, [2]), (2, [2, 0]), (3, [2, 0, 1])])
