@@ -78,7 +78,12 @@ def main(argv: list[str]) -> None:
             subjects=[make_subject(p, target, "free", None) for p in programs],
             target=target,
             cost=cost_model(target),
-            budget=Budget(candidates=250, compiles=2 * _MOST.value + _TOP.value, profiles=0),
+            budget=Budget(
+                candidates=250,
+                compiles=2 * _MOST.value + _TOP.value,
+                profiles=0,
+                compile_seconds=1800.0,  # a slow machine says nothing of a layout
+            ),
             journal=journal,
             callbacks=(show_on(progress),),
             seed=_SEED.value,
