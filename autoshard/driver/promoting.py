@@ -13,15 +13,13 @@ def baseline_rows(ledger: Ledger) -> list[int]:
     """Of each baseline the fastest that rung 1 takes to fit, over knobs and meshes; fastest first.
 
     Of a baseline that fits nowhere by rung 1 the fastest of those that miss by little comes behind:
-    rung 1 may be wrong. Those that miss by more would only cost compilations, and so would those
-    that are hopelessly slow; the two fastest stay, and before all the step as its author wrote it.
+    rung 1 may be wrong. Those that miss by more would only cost compilations.
     """
     best: dict[str, int] = {}
     factor = lower_bound(ledger)
 
     def order(i: int) -> tuple[bool, float]:
-        estimate = _propagated(ledger, i)
-        return estimate.peak_memory_bytes > ledger.limit_bytes, estimate.time_s
+        return not _fits(ledger, i), _propagated(ledger, i).time_s
 
     for i, row in enumerate(ledger.rows):
         estimate = row.propagated
@@ -35,20 +33,29 @@ def baseline_rows(ledger: Ledger) -> list[int]:
         other = best.get(row.baseline)
         if other is None or order(i) < order(other):
             best[row.baseline] = i
-    rows = sorted(best.values(), key=order)
+    return sorted(best.values(), key=order)
+
+
+_NEARLY = 1.2
+"""Rung 1's peak of what may fit all the same, over the limit."""
+
+
+def hopeful_baselines(ledger: Ledger) -> list[int]:
+    """Of `baseline_rows` those that rung 1 does not take for hopelessly slow.
+
+    The two fastest stay, and before all the step as its author wrote it.
+    """
+    rows = baseline_rows(ledger)
     written = [i for i in rows if ledger.rows[i].candidate.layout.as_written]
-    fastest_s = next((_propagated(ledger, i).time_s for i in rows if not order(i)[0]), 0.0)
-    times_s = {i: max(fastest_s, _propagated(ledger, i).time_s) for i in rows}
-    hopeful = set(promote.worth_trying(times_s))
-    others = [i for place, i in enumerate(rows) if place < _BY_HAND or i in hopeful]
-    return list(dict.fromkeys([*written, *others]))
+    times_s = {i: _propagated(ledger, i).time_s for i in rows}
+    # What does not fit by rung 1 leaves nobody without hope.
+    fastest_s = min((t for i, t in times_s.items() if _fits(ledger, i)), default=0.0)
+    hopeful = set(promote.worth_trying({i: max(fastest_s, t) for i, t in times_s.items()}))
+    return list(dict.fromkeys([*written, *rows[:_BY_HAND], *(i for i in rows if i in hopeful)]))
 
 
 _BY_HAND = 2
 """So many baselines are compiled and measured however slow they are."""
-
-_NEARLY = 1.2
-"""Rung 1's peak of what may fit all the same, over the limit."""
 
 
 def promoted(ledger: Ledger, count: int, taken: Sequence[int]) -> list[int]:
@@ -171,6 +178,11 @@ def _propagated(ledger: Ledger, index: int) -> Estimate:
     found = ledger.rows[index].propagated
     assert isinstance(found, Estimate)
     return found
+
+
+def _fits(ledger: Ledger, index: int) -> bool:
+    """Whether a row fits by rung 1."""
+    return _propagated(ledger, index).peak_memory_bytes <= ledger.limit_bytes
 
 
 def _too_large(estimate: Estimate, limit_bytes: int) -> Failure:

@@ -14,8 +14,8 @@ from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger, Subject
 from autoshard.driver.measuring import Measuring, opened_bench
 from autoshard.driver.promoting import (
-    baseline_rows,
     false_rejections,
+    hopeful_baselines,
     learn,
     promoted,
     reworded,
@@ -141,7 +141,7 @@ def _climb(
     def begin_baselines() -> None:
         # Rung 1 needs one core: the workers have the others until it is done.
         # And half of the compilations are for what the search finds.
-        first.extend(baseline_rows(ledger)[: (budget.compiles - spared + 1) // 2])
+        first.extend(hopeful_baselines(ledger)[: (budget.compiles - spared + 1) // 2])
         with ledger.timed("compile"):
             compiling.begin(first, share)
 

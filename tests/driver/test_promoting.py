@@ -76,15 +76,16 @@ def test_hopeless_baselines_stay_behind_but_for_two_and_what_the_author_wrote(le
         row(4, "replicated", propagated=estimate(7.0)),
         row(5, "FSDP x TP", propagated=estimate(1.45)),
     ]
-    assert promoting.baseline_rows(ledger) == [0, 1, 5, 3]
+    assert promoting.hopeful_baselines(ledger) == [0, 1, 5, 3]
+    assert promoting.baseline_rows(ledger) == [0, 1, 5, 2, 4, 3]
     own = ledger.rows[4].candidate
     written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_written=True))
     ledger.rows[4].candidate = written
-    assert promoting.baseline_rows(ledger) == [4, 0, 1, 5, 3]
+    assert promoting.hopeful_baselines(ledger) == [4, 0, 1, 5, 3]
     ledger.rows = ledger.rows[2:4]
-    assert promoting.baseline_rows(ledger) == [0, 1]
+    assert promoting.hopeful_baselines(ledger) == [0, 1]
     ledger.rows = [row(0, "A", propagated=estimate(9.0)), row(1, "B", propagated=estimate(1.0))]
-    assert promoting.baseline_rows(ledger) == [1, 0]
+    assert promoting.hopeful_baselines(ledger) == [1, 0]
 
 
 def test_what_has_gone_on_does_not_go_on_again(ledger):
