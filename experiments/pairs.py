@@ -42,6 +42,7 @@ def compare(
     *,
     limit_s: float,
     half_width: float = 0.02,
+    edge: float | None = None,
     min_pairs: int = 20,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
@@ -52,6 +53,8 @@ def compare(
       first, second: run one step and wait for it. Called twice before the clock starts.
       limit_s: time for all pairs, seconds; at least `min_pairs` are taken all the same.
       half_width: of the interval, relative to the ratio, at which sampling stops.
+      edge: a ratio on whose sides verdicts differ. While the interval holds it sampling goes on,
+        until a quarter of `half_width`: of two equal steps chance would make one the slower.
     """
     rng = np.random.default_rng(seed)
     for run in (first, second, first, second):
@@ -68,8 +71,10 @@ def compare(
         if pairs < min_pairs or pairs % 5:
             continue
         ratio, low, high = ratio_interval(samples[0], samples[1], seed=seed)
-        decided = (high - low) / 2 <= half_width * ratio
-        if decided or clock() - started > limit_s:
+        half = (high - low) / 2 / ratio
+        decided = half <= half_width
+        clear = edge is None or not low <= edge <= high or half <= half_width / 4
+        if (decided and clear) or clock() - started > limit_s:
             return Comparison(
                 ratio=ratio,
                 low=low,
@@ -97,6 +102,10 @@ def ratio_interval_of_logs(
     means = rng.choice(values, (resamples, len(values))).mean(axis=1)
     low, high = np.quantile(means, [0.025, 0.975])
     return math.exp(values.mean()), math.exp(low), math.exp(high)
+
+
+MET = 1.005
+"""The edge of a verdict: what is below rounds to 1.00."""
 
 
 def verdict(ratio: float | None, decided: bool) -> str:

@@ -86,6 +86,7 @@ def compare_one(
         pairs.stepper(plan.step, plan.init(), plan.put(case.sample(seed))),
         pairs.stepper(built.step, built.state, built.batch),
         limit_s=limit_s,
+        edge=pairs.MET,
         seed=seed,
     )
     row = {

@@ -1,6 +1,7 @@
 """Paired timing on a clock that the steps themselves advance."""
 
 import numpy as np
+import pytest
 
 from experiments.pairs import compare, ratio_interval
 
@@ -34,6 +35,19 @@ def test_a_noisy_machine_needs_more_pairs():
     found = compare(clock.step(0.1), clock.step(0.1), limit_s=1e6, clock=lambda: clock.now_s)
     assert found.decided
     assert len(found.first_s) > 50
+
+
+@pytest.mark.parametrize(("seconds", "many"), [(0.1005, True), (0.098, False), (0.13, False)])
+def test_beside_an_edge_the_ratio_is_known_better(seconds, many):
+    clock = Clock(noise=0.03)
+    found = compare(
+        clock.step(seconds), clock.step(0.1), limit_s=1e6, edge=1.005, clock=lambda: clock.now_s
+    )
+    clear = not found.low <= 1.005 <= found.high
+    assert found.decided and (clear or (found.high - found.low) / 2 <= 0.005 * found.ratio)
+    assert (len(found.first_s) > 100) == many
+    again = compare(clock.step(1), clock.step(1), limit_s=10, edge=1.005, clock=lambda: clock.now_s)
+    assert again.decided and (again.high - again.low) / 2 > 0.005, "time is up, and 2 % reached"
 
 
 def test_out_of_time_is_undecided():
