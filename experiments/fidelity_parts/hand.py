@@ -1,4 +1,4 @@
-"""The hand part: the plan against each layout that people write, in a fresh process each."""
+"""The hand part: the plan against each layout that people write, in fresh processes."""
 
 import dataclasses
 import pathlib
@@ -27,12 +27,13 @@ def run(
 ) -> None:
     """Has every layout compared that is not yet, and writes what came of it.
 
-    A comparison is kept if it was of the same plan and seed, and if it was decided or had as much
-    time: an earlier result with undecided ones goes on with a larger limit.
+    A comparison is kept if it was of the same plan and seed, of enough processes, and if it was
+    decided or had as much time: an earlier result with undecided ones goes on with a larger limit.
 
     Args:
-      start: compares one layout by `compare_one` in a process of its own and waits for it; returns
-        why there may be no result.
+      limit_s: for the pairs of a layout's first process; each further one has a quarter of that.
+      start: asks one more process about a layout (`compare_one`) and waits for it; returns why
+        there may be no result.
     """
     plan = store.planned(task)
     figures = {**provenance(task, case, scale, seed), "failed": "", "planned": plan}
@@ -41,33 +42,51 @@ def run(
         write(store.result(task), figures)
         return
 
-    def kept(row: dict[str, Any] | None) -> bool:
-        return (
-            row is not None
-            and (row.get("planned"), row.get("seed")) == (plan, seed)
-            and (row["decided"] or row["limit_s"] >= limit_s)
-        )
+    def of_now(row: dict[str, Any] | None) -> bool:
+        return row is not None and (row.get("planned"), row.get("seed")) == (plan, seed)
+
+    def enough(row: dict[str, Any]) -> bool:
+        return (row["decided"] or row["limit_s"] >= limit_s) and not _wants_another(row)
 
     before = {row["layout"]: row for row in (read(store.result(task)) or {}).get("rows", ())}
     rows = []
     for name in steps.hand_steps(case, task.devices):
         file = row_file(store, task, name)
-        row = next((row for row in (read(file), before.get(name)) if kept(row)), None)
+        found = [row for row in (read(file), before.get(name)) if row and of_now(row)]
+        row = next((row for row in found if enough(row)), None)
         if row is None:
-            file.unlink(missing_ok=True)
-            reason = start(name)
-            row = read(file) or {
-                "layout": name,
-                "verdict": "undecided",
-                "ratio": None,
-                "why": reason,
-            }
+            begun = read(file)
+            if not (begun and of_now(begun) and begun["limit_s"] >= limit_s):
+                file.unlink(missing_ok=True)
+            row = _asked(file, name, start)
         rows.append(row)
     figures["lost"] = sum("why" in row for row in rows)
     figures["undecided"] = sum(row["verdict"] == "undecided" for row in rows)
     write(store.result(task), {**figures, "rows": rows})
     for name in steps.hand_steps(case, task.devices):
         row_file(store, task, name).unlink(missing_ok=True)  # the result holds them now
+
+
+def _asked(file: pathlib.Path, layout: str, start: Callable[[str], str]) -> dict[str, Any]:
+    """Asks processes until no other is wanted, or one says nothing; `why` then says why."""
+    row: dict[str, Any] = read(file) or {"layout": layout, "verdict": "undecided", "ratio": None}
+    while "processes" not in row or _wants_another(row):
+        reason = start(layout)
+        now = read(file)
+        if now is None or now.get("processes") == row.get("processes"):
+            return {**row, "why": reason}
+        row = now
+    return row
+
+
+def _wants_another(row: dict[str, Any]) -> bool:
+    return pairs.wants_another(pairs.of_processes(_parts(row)))
+
+
+def _parts(row: dict[str, Any]) -> list[pairs.Comparison]:
+    """What each process said; results of before 2026-11-23 are of one."""
+    processes = row.get("processes") or [len(row["first_s"])]
+    return pairs.parts_of(row["first_s"], row["second_s"], processes)
 
 
 def row_file(store: Store, task: Task, layout: str) -> pathlib.Path:
@@ -78,17 +97,22 @@ def row_file(store: Store, task: Task, layout: str) -> pathlib.Path:
 def compare_one(
     task: Task, case: Any, store: Store, layout: str, *, seed: int, limit_s: float
 ) -> None:
-    """Interleaved pairs of the plan's step and the hand-written one, on this process's devices."""
+    """Interleaved pairs of the plan's step and the hand-written one, on this process's devices.
+
+    They are added to those of the processes before.
+    """
     devices = jax.devices()[: task.devices]
     plan = autoshard.load_plan(store.plan(task), case.workload, devices)
     built = steps.build(case, steps.hand_steps(case, task.devices)[layout], devices, seed)
-    found = pairs.compare(
+    before = read(row_file(store, task, layout))
+    parts = _parts(before) if before else []
+    one = pairs.compare(
         pairs.stepper(plan.step, plan.init(), plan.put(case.sample(seed))),
         pairs.stepper(built.step, built.state, built.batch),
-        limit_s=limit_s,
-        edge=pairs.MET,
-        seed=seed,
+        limit_s=limit_s / 4 if parts else limit_s,
+        seed=seed + len(parts),
     )
+    found = pairs.of_processes([*parts, one])
     row = {
         "layout": layout,
         "verdict": pairs.verdict(found.ratio, found.decided),

@@ -19,6 +19,7 @@ from autoshard.program import sample_batch
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.race import Runner
 from autoshard.trial import Estimate, Failure, Stage
+from experiments import pairs
 from experiments.fidelity_parts import sampling, timing, yardstick
 from experiments.fidelity_parts.ranks import by_round, times
 from experiments.fidelity_parts.regret import rivals_of
@@ -44,7 +45,8 @@ class Settings:
 
     Attributes:
       rounds: in which every program runs once; two halves of them should rank alike.
-      pair_limit_s: step time spent on fresh pairs of the plan with each of its rivals.
+      pair_limit_s: step time spent on fresh pairs of the plan with each of its rivals in the first
+        process; in each further one a quarter of that.
       call_limit_s: of one call of the bench, whose child is killed then.
     """
 
@@ -166,17 +168,24 @@ def _measured(
 
 
 def _paired(ledger: Ledger, plan: Module, rival: Module, settings: Settings) -> dict[str, Any]:
-    """Pairs of two programs in a process with nothing else in it; `failed` says why there are none.
+    """Pairs of two programs in processes with nothing else in them.
 
-    The process is that of these two alone: what a third leaves of the memory's state may be felt.
+    Each process is that of these two alone: what a third leaves of the memory's state may be felt.
+
+    Returns:
+      The comparison; `failed` says why there is none.
     """
-    with _bench(ledger, settings) as bench:
-        try:
-            found = timing.fresh_pair(
-                bench, plan, rival, limit_s=settings.pair_limit_s, seed=ledger.seed + 1
+
+    def in_a_process(number: int, limit_s: float) -> pairs.Comparison:
+        with _bench(ledger, settings) as bench:
+            return timing.fresh_pair(
+                bench, plan, rival, limit_s=limit_s, seed=ledger.seed + 1 + number
             )
-        except timing.MeasuringError as error:
-            return {"failed": str(error)[:500]}
+
+    try:
+        found = pairs.in_processes(in_a_process, settings.pair_limit_s)
+    except timing.MeasuringError as error:
+        return {"failed": str(error)[:500]}
     return {"failed": "", **dataclasses.asdict(found)}
 
 

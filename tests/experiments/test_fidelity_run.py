@@ -352,23 +352,34 @@ HAND = Task(part="hand", case="tiny", devices=8)
 def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[str]]:
     """Runs the hand part over two layouts; returns what was started.
 
-    Those named `good` leave a row, one that is not decided where the limit is below 10 seconds.
+    Those named `good` leave or add to a row, of this ratio in every process, and not decided where
+    the limit is below 10 seconds. The `dies`-th process leaves nothing.
     """
     store.write(kept.plan(HAND), {"candidate": {"layout": "the first"}})
     monkeypatch.setattr(
         hand.steps, "hand_steps", lambda case, n: {"fsdp 1x2": 0, "data parallel": 0}
     )
 
-    def run(good: list[str], limit_s: float = 10.0, seed: int = 0) -> list[str]:
+    def run(
+        good: list[str],
+        limit_s: float = 10.0,
+        seed: int = 0,
+        ratio: float = 0.9,
+        dies: int | None = None,
+    ) -> list[str]:
         started: list[str] = []
 
         def start(layout: str) -> str:
             started.append(layout)
-            if layout in good:
+            if layout in good and len(started) != dies:
+                before = store.read(hand.row_file(kept, HAND, layout)) or {}
                 row = {
+                    "first_s": [*before.get("first_s", ()), *(20 * [ratio])],
+                    "second_s": [*before.get("second_s", ()), *(20 * [1.0])],
+                    "processes": [*before.get("processes", ()), 20],
                     "layout": layout,
                     "verdict": "met" if limit_s >= 10 else "undecided",
-                    "ratio": 0.9,
+                    "ratio": ratio,
                     "decided": limit_s >= 10,
                     "planned": kept.planned(HAND),
                     "seed": seed,
@@ -423,6 +434,23 @@ def test_an_undecided_hand_comparison_gets_another_try_with_more_time(
     assert by_hand(both, limit_s=40.0) == []  # decided: more time changes nothing
 
 
+def test_about_a_ratio_near_one_four_processes_are_asked(
+    by_hand: Callable[..., list[str]], kept: Store
+) -> None:
+    assert by_hand(["fsdp 1x2"], ratio=1.01, dies=3) == ["fsdp 1x2"] * 3 + ["data parallel"]
+    found = store.read(kept.result(HAND))
+    assert found is not None and found["lost"] == 2
+    assert found["rows"][0]["processes"] == [20, 20] and "code 1" in found["rows"][0]["why"]
+    assert by_hand(["fsdp 1x2"], ratio=1.01) == ["fsdp 1x2"] * 4 + ["data parallel"]
+    assert by_hand(["fsdp 1x2"], ratio=1.01) == ["data parallel"]
+    found = store.read(kept.result(HAND))
+    assert found is not None and found["rows"][0]["processes"] == [20] * 4
+    # A result of before processes were counted is of one.
+    del found["rows"][0]["processes"]
+    store.write(kept.result(HAND), found)
+    assert by_hand(["fsdp 1x2"], ratio=1.01) == ["fsdp 1x2"] * 4 + ["data parallel"]
+
+
 def test_the_plan_runs_beside_a_step_by_hand(
     kept: Store, searched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,3 +474,8 @@ def test_the_plan_runs_beside_a_step_by_hand(
     row = store.read(hand.row_file(kept, task, "x"))
     assert row is not None and row["ratio"] > 0 and row["layout"] == "x"
     assert len(row["first_s"]) == len(row["second_s"]) >= 20
+    hand.compare_one(task, TinyCase(), kept, "x", seed=0, limit_s=0.01)
+    again = store.read(hand.row_file(kept, task, "x"))
+    assert again is not None and again["processes"][0] == row["processes"][0]
+    assert again["first_s"][: row["processes"][0]] == row["first_s"]
+    assert len(again["first_s"]) == sum(again["processes"]) and len(again["processes"]) == 2

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from experiments.pairs import compare, ratio_interval
+from experiments.pairs import (
+    Comparison,
+    compare,
+    in_processes,
+    of_process,
+    of_processes,
+    parts_of,
+    ratio_interval,
+)
 
 
 class Clock:
@@ -37,17 +45,54 @@ def test_a_noisy_machine_needs_more_pairs():
     assert len(found.first_s) > 50
 
 
-@pytest.mark.parametrize(("seconds", "many"), [(0.1005, True), (0.098, False), (0.13, False)])
-def test_beside_an_edge_the_ratio_is_known_better(seconds, many):
-    clock = Clock(noise=0.03)
-    found = compare(
-        clock.step(seconds), clock.step(0.1), limit_s=1e6, edge=1.005, clock=lambda: clock.now_s
-    )
-    clear = not found.low <= 1.005 <= found.high
-    assert found.decided and (clear or (found.high - found.low) / 2 <= 0.005 * found.ratio)
-    assert (len(found.first_s) > 100) == many
-    again = compare(clock.step(1), clock.step(1), limit_s=10, edge=1.005, clock=lambda: clock.now_s)
-    assert again.decided and (again.high - again.low) / 2 > 0.005, "time is up, and 2 % reached"
+def process(ratio: float, spread: float = 0.01, count: int = 20) -> Comparison:
+    """A process of pairs of about this ratio."""
+    first = [ratio * (1 + spread * (-1) ** i) for i in range(count)]
+    return of_process(first, [1.0] * count)
+
+
+def test_the_interval_of_several_processes_is_students() -> None:
+    parts = [process(r) for r in (0.97, 1.01, 1.0, 1.02)]
+    found = of_processes(parts)
+    logs = np.log([0.97, 1.01, 1.0, 1.02])
+    half = 3.182 * logs.std(ddof=1) / 2  # t of 3 degrees of freedom, 97.5 %
+    assert np.log(found.ratio) == pytest.approx(logs.mean(), abs=1e-3)
+    assert np.log(found.high) - np.log(found.low) == pytest.approx(2 * half, rel=0.05)
+    assert not found.decided
+    assert found.processes == (20,) * 4
+    ratios = [p.ratio for p in parts_of(found.first_s, found.second_s, found.processes)]
+    assert ratios == [p.ratio for p in parts]
+    assert of_processes(parts[:1]) == parts[0]
+
+
+def test_processes_that_agree_by_luck_are_no_surer_than_their_pairs() -> None:
+    parts = [process(1.0, spread=0.1)] * 4
+    found = of_processes(parts)
+    widths = np.log(found.high / found.low), np.log(parts[0].high / parts[0].low)
+    assert widths[0] == pytest.approx(widths[1] / 2)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "asked"),
+    [
+        ((0.9,), 1),  # far from 1
+        ((1.2,), 1),
+        ((1.0,) * 8, 4),
+        ((0.98, 1.02) * 4, 7),  # until the interval is narrow
+        ((0.95, 1.05) * 4, 8),  # or nobody asks any more
+    ],
+)
+def test_processes_are_asked_where_they_could_decide(ratios: tuple[float, ...], asked: int) -> None:
+    limits: list[float] = []
+
+    def ask(number: int, limit_s: float) -> Comparison:
+        assert number == len(limits)
+        limits.append(limit_s)
+        return process(ratios[number])
+
+    found = in_processes(ask, 8.0)
+    assert len(found.processes) == asked
+    assert limits == [8.0] + [2.0] * (asked - 1)
 
 
 def test_out_of_time_is_undecided():
