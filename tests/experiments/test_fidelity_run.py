@@ -16,6 +16,7 @@ from autoshard.cost import MODEL_REVISION
 from autoshard.driver import compiling
 from autoshard.journal import Journal, opened
 from autoshard.trial import Stage
+from experiments import pairs
 from experiments.fidelity_parts import (
     hand,
     measuring,
@@ -132,7 +133,7 @@ def chosen(
     task = Task(part="sample", case="tiny", devices=8)
     own = Store(results=kept.results, runs=kept.runs)
     kept.runs.mkdir(exist_ok=True)
-    if not own.calibration.exists():
+    if not own.calibration.is_symlink():
         own.calibration.symlink_to(calibration)
     ledger = sampling.open_ledger(
         task,
@@ -211,6 +212,8 @@ def test_a_case_goes_through_search_sample_and_report(
     settings = measuring.Settings(
         rounds=2, pair_limit_s=0.01, size=sampling.Size(fitting=2, top=1, total=6, at_once=2)
     )
+    monkeypatch.setattr(pairs, "_NEAR", 1e9)
+    monkeypatch.setattr(pairs, "_PROCESSES", (2, 2))
     measuring.run(task, case, kept, settings=settings, **options)
     found = store.read(kept.result(task))
     assert found is not None and found["failed"] == ""
@@ -219,7 +222,8 @@ def test_a_case_goes_through_search_sample_and_report(
     assert len(found["programs"]) >= 6
     assert all(set(p["rounds"]) == {0, 1} and not p["failure"] for p in found["programs"])
     assert len({pair["rival"] for pair in found["fresh"]} - {found["plan"]}) == 3
-    assert all(not pair["failed"] and len(pair["first_s"]) >= 20 for pair in found["fresh"])
+    assert all(not pair["failed"] and len(pair["first_s"]) >= 40 for pair in found["fresh"])
+    assert all(len(pair["processes"]) == 2 for pair in found["fresh"])
     assert found["planned"] == plan["candidate"] and found["model_revision"] == MODEL_REVISION
     beside = found["yardstick"]
     assert set(beside["rounds"]) == {0, 1} and beside["failure"] is None
