@@ -12,10 +12,10 @@ class Budget:
 
     Attributes:
       candidates: judged by rung 1.
-      compiles: programs compiled by rung 2, baselines included. Of six or more that nothing is
-        measured after, two are the best layout again, put into the program by other constraints.
-      profiles: programs measured by rung 3, baselines included, as far as rung 2 leaves them a
-        chance; 0 plans without measuring.
+      compiles: programs compiled by rung 2, at most half of them baselines as such. Of six or more
+        that nothing is measured after, two are the best layout again, put into the program by other
+        constraints.
+      profiles: programs measured by rung 3; 0 plans without measuring.
       seconds: wall time of the whole search; None for no limit.
       compile_seconds: limit of one compile, which is killed then.
       measure_seconds: limit of one measuring call, which is killed then.

@@ -81,14 +81,20 @@ def worth_measuring(ledger: Ledger, indices: Sequence[int]) -> list[int]:
     """Of these rows those that fit and may be the fastest of all that is compiled.
 
     First the fastest by rung 2, and what people write by hand, which stands measured beside the
-    plan however slow it is: the two fastest baselines, and the step as its author wrote it.
+    plan however slow it is: the two fastest baselines, and the step as its author wrote it. What
+    failed on the devices is no longer among them, and leaves nobody without hope.
     """
-    times_s = {i: ledger.estimated_s(i) for i in ledger.fitting(range(len(ledger.rows)))}
+    asked = set(indices)
+    times_s = {
+        i: ledger.estimated_s(i)
+        for i in ledger.fitting(range(len(ledger.rows)))
+        if not isinstance(ledger.rows[i].profiled, Failure)
+    }
     by_hand = [i for i in sorted(times_s, key=ledger.estimated_s) if ledger.rows[i].baseline]
     written = [i for i in by_hand if ledger.rows[i].candidate.layout.as_written]
     hopeful = promote.worth_trying(times_s)
     order = dict.fromkeys([*hopeful[:1], *by_hand[:_BY_HAND], *written, *hopeful])
-    return [i for i in order if i in set(indices)]
+    return [i for i in order if i in asked]
 
 
 def reworded(ledger: Ledger, known: Callable[[Row], bool]) -> Iterator[int]:

@@ -175,7 +175,11 @@ def _climb(
             second = promoted(ledger, max(0, room), first)
             compiling.compile(second, RUNG2_SHARE)
         with ledger.timed("profile"):
-            finalists = [*measuring.ranking[:_DEFENDERS], *worth_measuring(ledger, second)]
+            left = budget.profiles - len(ledger.measured())
+            # After those that the first wave points to, what it had no place for.
+            more = [*worth_measuring(ledger, second), *worth_measuring(ledger, first)]
+            fresh = [i for i in more if ledger.rows[i].profiled is None][: max(0, left)]
+            finalists = [*measuring.ranking[:_DEFENDERS], *fresh]
             measuring.measure(bench, finalists, "final", budget.rounds, FIRST_WAVE_ROUNDS, 1.0)
         learn(ledger)
 

@@ -6,8 +6,11 @@ import pytest
 
 from autoshard.budget import Budget
 from autoshard.driver import search
-from autoshard.trial import Measurement, Rung
+from autoshard.trial import Failure, Kind, Measurement, Rung, Stage
 from tests.driver.test_promoting import estimate, row
+
+
+WRONG = Failure(stage=Stage.PROFILE, kind=Kind.NUMERICS, message="something else")
 
 
 class Compiler:
@@ -29,16 +32,16 @@ class Compiler:
 
 
 class Clock:
-    """Measures what is predicted, and knows what it was given."""
+    """Measures what is predicted, but for what is `broken`, and knows what it was given."""
 
-    def __init__(self, ledger):
-        self.waves, self.ranking, self._ledger = {}, (), ledger
+    def __init__(self, ledger, broken):
+        self.waves, self.ranking, self._ledger, self._broken = {}, (), ledger, broken
 
     def measure(self, bench, indices, wave, rounds, first_round, share):
         self.waves[wave] = list(indices)
         for i in indices:
-            seen = (self._ledger.estimated_s(i),)
-            self._ledger.rows[i].profiled = Measurement(samples_s=seen, rounds=(first_round,))
+            seen = Measurement(samples_s=(self._ledger.estimated_s(i),), rounds=(first_round,))
+            self._ledger.rows[i].profiled = WRONG if i in self._broken else seen
         self.ranking = tuple(self._ledger.measured())
 
 
@@ -46,7 +49,7 @@ class Clock:
 def climbed(ledger, monkeypatch):
     """Searches rows of these times; the first `baselines` of them are that."""
 
-    def climb(times_s, baselines, slower=None, **budget):
+    def climb(times_s, baselines, slower=None, broken=(), **budget):
         ledger.budget = Budget(**budget)
         ledger.rows = [
             row(i, f"baseline {i}" if i < baselines else "", propagated=estimate(t))
@@ -54,7 +57,7 @@ def climbed(ledger, monkeypatch):
         ]
         monkeypatch.setattr(search, "propagate_all", lambda ledger, a, b, begin: begin())
         monkeypatch.setattr(search, "opened_bench", lambda ledger: contextlib.nullcontext())
-        compiler, clock = Compiler(ledger, slower or {}), Clock(ledger)
+        compiler, clock = Compiler(ledger, slower or {}), Clock(ledger, broken)
         search._climb(ledger, compiler, clock, None)
         compiled = sum(r.compiled is not None for r in ledger.rows)
         assert compiled == compiler.count <= ledger.budget.compiles
@@ -89,6 +92,23 @@ def test_what_the_compiler_finds_hopeless_is_not_measured_in_either_wave(climbed
     )
     assert waves["first"] == [10, 0, 1, 12, 13, 14]
     assert waves["final"] == [10, 12, 13, 16, 18, 19]
+
+
+def test_what_fails_on_the_devices_leaves_nobody_without_hope(climbed):
+    slower = {10: 0.5}  # much the fastest by rung 2, for it computes something else
+    times = [1.0 + i / 100 for i in range(10)] + [0.99 + i / 1000 for i in range(30)]
+    waves = climbed(times, 10, slower, broken={10})
+    assert waves["first"] == [10, 0, 1]
+    assert waves["final"][:2] == [0, 1] and 10 not in waves["final"]
+    assert {11, 12, 13, 14} <= set(waves["final"]), "of the first wave's compilations"
+
+
+def test_places_that_the_second_wave_leaves_go_to_the_first(climbed):
+    times = [1.0 + i / 100 for i in range(10)] + [1.2 + i / 1000 for i in range(30)]
+    slower = dict.fromkeys(range(12, 40), 2.0)
+    waves = climbed(times, 10, slower, profiles=4)
+    assert waves["first"] == [0, 1, 2]
+    assert waves["final"] == [0, 1, 2, 3]
 
 
 def test_near_baselines_are_measured_and_leave_a_quarter(climbed):
