@@ -3,10 +3,10 @@
 The statistic is the geometric mean of the paired ratios, so that a drift of the machine, which hits
 both steps of a pair alike, cancels; its interval is a percentile bootstrap over pairs (Efron 1979).
 
-What a process keeps for as long as it lives, such as where its arrays come to lie, moves the ratio
-of two equal steps by a few per cent, and no number of pairs in it tells. So where that could decide
-several processes are asked; the interval is then Student's over the means of processes, the highest
-level of repetition (Kalibera and Jones, ISMM 2013).
+The ratio of the same two steps is another one in another process, by a few per cent, and no number
+of pairs in one tells (docs/decisions/0020). So where that could decide several processes are asked;
+the interval is then Student's over the means of processes, the highest level of repetition
+(Kalibera and Jones, ISMM 2013).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _HALF_WIDTH = 0.02
 """Of an interval, relative to the ratio, at which it is decided."""
 
 _NEAR = 1.05
-"""Processes may differ by so much: seen with equal steps of 50 ms on 4 fake CPU devices."""
+"""Processes may differ by so much: seen with two steps of 50 ms on 4 fake CPU devices."""
 
 _PROCESSES = 4, 8
 """At least and at most so many are asked about a ratio near 1."""
@@ -112,8 +112,8 @@ def of_process(
 def of_processes(parts: Sequence[Comparison], half_width: float = _HALF_WIDTH) -> Comparison:
     """What several processes say, each counting alike.
 
-    The interval is that over the means of processes, or the mean one of their own if that is wider:
-    few means may agree by luck.
+    The interval is that over the means of processes, or the one that their own make together if
+    that is wider: few means may agree by luck.
     """
     if len(parts) == 1:
         return parts[0]
@@ -162,12 +162,17 @@ def in_processes(ask: Callable[[int, float], Comparison], limit_s: float) -> Com
 
     Args:
       ask: (number of the process, seconds for its pairs) -> what it says.
-      limit_s: for the pairs of the first; each further one has a quarter of that.
+      limit_s: for the pairs of the first, see `limit_of`.
     """
     parts: list[Comparison] = []
     while not parts or wants_another(of_processes(parts)):
-        parts.append(ask(len(parts), limit_s / 4 if parts else limit_s))
+        parts.append(ask(len(parts), limit_of(len(parts), limit_s)))
     return of_processes(parts)
+
+
+def limit_of(number: int, limit_s: float) -> float:
+    """Seconds for the pairs of a process: each after the first has a quarter of the first's."""
+    return limit_s / 4 if number else limit_s
 
 
 def ratio_interval(

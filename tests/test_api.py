@@ -23,7 +23,7 @@ from autoshard.subjects import make_subject
 from autoshard.target import find_target
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
 from tests import workloads
-from tests.workloads import MEASURED, lines, mlp, write_lines
+from tests.workloads import lines, mlp, write_lines
 
 DEVICES = jax.devices()
 BASELINES = {
@@ -77,7 +77,7 @@ def test_the_winner_is_the_best_measured_and_the_ranking_holds_only_what_fits(se
         assert trial.profiled.numerics == "exact"
     finals = [final_times_s(t.profiled) for t in ranked]
     means = [statistics.geometric_mean(f.values()) for f in finals if f.keys() == finals[0].keys()]
-    assert len(finals[0]) == MEASURED.rounds < 5, "too few to drop anyone, or to trim"
+    assert len(finals[0]) == workloads.MEASURED.rounds < 5, "too few to drop anyone, or to trim"
     assert len(means) > 1 and means[0] == min(means)
     assert {t.baseline for t in evidence.trials} >= BASELINES
     assert ranked[0].profiled.devices, "the winner was traced"

@@ -81,7 +81,7 @@ def test_one_half_is_told_apart_by_the_model_the_other_is_the_best() -> None:
     assert pick(twins, 3) == [0, 1, 2], "nothing else there: fill up"
 
 
-def test_what_is_hopeless_by_rung_two_is_not_measured() -> None:
+def test_what_is_hopeless_is_not_tried_further() -> None:
     assert worth_trying({0: 1.6, 1: 1.2, 2: 1.0, 3: 1.4, 4: 1.0}) == [2, 4, 1, 3]
     assert worth_trying({}) == []
 

@@ -139,8 +139,8 @@ def _climb(
     share = FIRST_WAVE_SHARE if budget.profiles else 1.0
 
     def begin_baselines() -> None:
-        # Rung 1 needs one core: the workers have the others until it is done.
-        # And half of the compilations are for what the search finds.
+        # Rung 1 needs one core: the workers have the others until it is done. Half of the
+        # compilations are for what it finds.
         first.extend(hopeful_baselines(ledger)[: (budget.compiles - spared + 1) // 2])
         with ledger.timed("compile"):
             compiling.begin(first, share)

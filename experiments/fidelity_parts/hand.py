@@ -31,7 +31,7 @@ def run(
     decided or had as much time: an earlier result with undecided ones goes on with a larger limit.
 
     Args:
-      limit_s: for the pairs of a layout's first process; each further one has a quarter of that.
+      limit_s: for the pairs of a layout's first process, see `pairs.limit_of`.
       start: asks one more process about a layout (`compare_one`) and waits for it; returns why
         there may be no result.
     """
@@ -42,22 +42,18 @@ def run(
         write(store.result(task), figures)
         return
 
-    def of_now(row: dict[str, Any] | None) -> bool:
-        return row is not None and (row.get("planned"), row.get("seed")) == (plan, seed)
-
-    def enough(row: dict[str, Any]) -> bool:
-        return (row["decided"] or row["limit_s"] >= limit_s) and not _wants_another(row)
+    def stands(row: dict[str, Any]) -> bool:
+        same = (row.get("planned"), row.get("seed")) == (plan, seed)
+        return same and (row["decided"] or row["limit_s"] >= limit_s)
 
     before = {row["layout"]: row for row in (read(store.result(task)) or {}).get("rows", ())}
     rows = []
     for name in steps.hand_steps(case, task.devices):
         file = row_file(store, task, name)
-        found = [row for row in (read(file), before.get(name)) if row and of_now(row)]
-        row = next((row for row in found if enough(row)), None)
-        if row is None:
-            begun = read(file)
-            if not (begun and of_now(begun) and begun["limit_s"] >= limit_s):
-                file.unlink(missing_ok=True)
+        begun, row = read(file), before.get(name)
+        if begun and not stands(begun):
+            file.unlink()
+        if begun or row is None or not stands(row) or _wants_another(row):
             row = _asked(file, name, start)
         rows.append(row)
     figures["lost"] = sum("why" in row for row in rows)
@@ -84,7 +80,7 @@ def _wants_another(row: dict[str, Any]) -> bool:
 
 
 def _parts(row: dict[str, Any]) -> list[pairs.Comparison]:
-    """What each process said; results of before 2026-11-23 are of one."""
+    """What each process said; a result without `processes` is of one."""
     processes = row.get("processes") or [len(row["first_s"])]
     return pairs.parts_of(row["first_s"], row["second_s"], processes)
 
@@ -109,7 +105,7 @@ def compare_one(
     one = pairs.compare(
         pairs.stepper(plan.step, plan.init(), plan.put(case.sample(seed))),
         pairs.stepper(built.step, built.state, built.batch),
-        limit_s=limit_s / 4 if parts else limit_s,
+        limit_s=pairs.limit_of(len(parts), limit_s),
         seed=seed + len(parts),
     )
     found = pairs.of_processes([*parts, one])

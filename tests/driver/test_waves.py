@@ -9,7 +9,6 @@ from autoshard.driver import search
 from autoshard.trial import Failure, Kind, Measurement, Rung, Stage
 from tests.driver.test_promoting import estimate, row
 
-
 WRONG = Failure(stage=Stage.PROFILE, kind=Kind.NUMERICS, message="something else")
 
 
