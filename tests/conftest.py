@@ -49,7 +49,9 @@ class Searched:
 def calibration(tmp_path_factory):
     """One folder for all processes of a run: who begins later finds what another measured."""
     base = tmp_path_factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibration"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibration"
+    folder.mkdir(exist_ok=True)  # tests link to it, and a link to nothing keeps nothing
+    return folder
 
 
 @pytest.fixture(scope="session")

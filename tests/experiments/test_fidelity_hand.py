@@ -1,0 +1,148 @@
+"""The hand part of the benchmark: what is kept, how many processes are asked, what one leaves."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from experiments.fidelity_parts import hand, report, searching, store
+from experiments.fidelity_parts.store import Store, Task
+from tests import workloads
+from tests.experiments.tiny_case import TinyCase
+
+HAND = Task(part="hand", case="tiny", devices=8)
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[str]]:
+    """Runs the hand part over two layouts; returns what was started.
+
+    Those named `good` leave or add to a row, of this ratio in every process, and not decided where
+    the limit is below 10 seconds. The `dies`-th process leaves nothing.
+    """
+    store.write(kept.plan(HAND), {"candidate": {"layout": "the first"}})
+    monkeypatch.setattr(
+        hand.steps, "hand_steps", lambda case, n: {"fsdp 1x2": 0, "data parallel": 0}
+    )
+
+    def run(
+        good: list[str],
+        limit_s: float = 10.0,
+        seed: int = 0,
+        ratio: float = 0.9,
+        dies: int | None = None,
+    ) -> list[str]:
+        started: list[str] = []
+
+        def start(layout: str) -> str:
+            started.append(layout)
+            if layout in good and len(started) != dies:
+                before = store.read(hand.row_file(kept, HAND, layout)) or {}
+                row = {
+                    "first_s": [*before.get("first_s", ()), *(20 * [ratio])],
+                    "second_s": [*before.get("second_s", ()), *(20 * [1.0])],
+                    "processes": [*before.get("processes", ()), 20],
+                    "layout": layout,
+                    "verdict": "met" if limit_s >= 10 else "undecided",
+                    "ratio": ratio,
+                    "decided": limit_s >= 10,
+                    "planned": kept.planned(HAND),
+                    "seed": seed,
+                    "limit_s": limit_s,
+                }
+                store.write(hand.row_file(kept, HAND, layout), row)
+            return "its process ended with code 1"
+
+        hand.run(HAND, TinyCase(), kept, scale="small", seed=seed, limit_s=limit_s, start=start)
+        return started
+
+    return run
+
+
+def test_a_hand_layout_without_result_is_undecided_and_the_others_are_kept(
+    by_hand: Callable[..., list[str]], kept: Store
+) -> None:
+    assert by_hand(["data parallel"]) == ["fsdp 1x2", "data parallel"]
+    found = store.read(kept.result(HAND))
+    assert found is not None
+    assert [row["verdict"] for row in found["rows"]] == ["undecided", "met"]
+    assert "code 1" in found["rows"][0]["why"]
+    row = report.hand_row(found)
+    assert row is not None and (row["count"], row["met"], row["undecided"]) == (2, 1, 1)
+    assert by_hand(["fsdp 1x2"]) == ["fsdp 1x2"]  # the other is there
+
+
+def test_a_hand_comparison_is_made_anew_for_another_plan_and_when_its_result_is_deleted(
+    by_hand: Callable[..., list[str]], kept: Store
+) -> None:
+    both = ["fsdp 1x2", "data parallel"]
+    assert by_hand(both) == both and by_hand(both) == []
+    assert by_hand(both, seed=1) == both
+    kept.result(HAND).unlink()
+    assert by_hand(both, seed=1) == both
+    store.write(kept.plan(HAND), {"candidate": {"layout": "the second"}})
+    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=False)) == [HAND]
+    assert report.load(kept, ["tiny"], [8])["tiny", 8]["hand"] is None
+    assert by_hand(both, seed=1) == both
+    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=False)) == []
+
+
+def test_an_undecided_hand_comparison_gets_another_try_with_more_time(
+    by_hand: Callable[..., list[str]], kept: Store
+) -> None:
+    both = ["fsdp 1x2", "data parallel"]
+    assert by_hand(both, limit_s=5.0) == both
+    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=False)) == []
+    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=True)) == [HAND]
+    assert by_hand(both, limit_s=5.0) == []
+    assert by_hand(both, limit_s=20.0) == both
+    assert by_hand(both, limit_s=40.0) == []  # decided: more time changes nothing
+
+
+def test_about_a_ratio_near_one_four_processes_are_asked(
+    by_hand: Callable[..., list[str]], kept: Store
+) -> None:
+    assert by_hand(["fsdp 1x2"], ratio=1.01, dies=3) == ["fsdp 1x2"] * 3 + ["data parallel"]
+    found = store.read(kept.result(HAND))
+    assert found is not None and found["lost"] == 2
+    assert found["rows"][0]["processes"] == [20, 20] and "code 1" in found["rows"][0]["why"]
+    assert by_hand(["fsdp 1x2"], ratio=1.01) == ["fsdp 1x2"] * 4 + ["data parallel"]
+    assert by_hand(["fsdp 1x2"], ratio=1.01) == ["data parallel"]
+    found = store.read(kept.result(HAND))
+    assert found is not None and found["rows"][0]["processes"] == [20] * 4
+    # A result of before processes were counted is of one.
+    del found["rows"][0]["processes"]
+    store.write(kept.result(HAND), found)
+    assert by_hand(["fsdp 1x2"], ratio=1.01) == ["fsdp 1x2"] * 4 + ["data parallel"]
+
+
+def test_the_plan_runs_beside_a_step_by_hand(
+    kept: Store, searched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(part="hand", case="tiny", devices=8)
+    searching.slim(searched.plan).save(str(kept.plan(task)))
+    work = workloads.mlp()
+
+    @dataclasses.dataclass
+    class Built:
+        step: Any
+        state: Any
+        batch: Any
+
+    def build(case: TinyCase, layout: object, devices: list[jax.Device], seed: int) -> Built:
+        assert layout == "by hand"
+        return Built(jax.jit(work.step), work.init(), case.sample(seed))
+
+    monkeypatch.setattr(hand.steps, "hand_steps", lambda case, n: {"x": "by hand"})
+    monkeypatch.setattr(hand.steps, "build", build)
+    hand.compare_one(task, TinyCase(), kept, "x", seed=0, limit_s=0.01)
+    row = store.read(hand.row_file(kept, task, "x"))
+    assert row is not None and row["ratio"] > 0 and row["layout"] == "x"
+    assert len(row["first_s"]) == len(row["second_s"]) >= 20
+    hand.compare_one(task, TinyCase(), kept, "x", seed=0, limit_s=0.01)
+    again = store.read(hand.row_file(kept, task, "x"))
+    assert again is not None and again["processes"][0] == row["processes"][0]
+    assert again["first_s"][: row["processes"][0]] == row["first_s"]
+    assert len(again["first_s"]) == sum(again["processes"]) and len(again["processes"]) == 2
