@@ -32,7 +32,15 @@ from autoshard.trial import Failure, Kind, Stage
 
 
 class Benches(Protocol):
-    """What measures candidates, here or in a child. Failures are returned, never raised."""
+    """What measures candidates, here or in a child. Failures are returned, never raised.
+
+    Attributes:
+      renew: goes over to a new process, where what is loaded is loaded again and starts from the
+        initial state; None if this process itself measures.
+    """
+
+    @property
+    def renew(self) -> Callable[[], None] | None: ...
 
     def set_inputs(
         self, init: Module | Sequence[np.ndarray], batches: Sequence[Sequence[np.ndarray]]
@@ -83,6 +91,8 @@ class Bench:
         `jax.devices()`.
       executables: folder with what another process has compiled; None where there is none.
     """
+
+    renew = None
 
     def __init__(
         self,

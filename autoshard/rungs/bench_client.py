@@ -90,6 +90,10 @@ class ChildBench:
                 return failure
         return self._costing(name, self._call(_numerics, name, reference, steps))
 
+    def renew(self) -> None:
+        """Ends the child; the next call starts another, with what is loaded in this one."""
+        self._worker.close()
+
     def close(self) -> None:
         """Ends the child and forgets every program."""
         self._worker.close()

@@ -142,6 +142,7 @@ def judge(
         should_stop=stop,
         load=lambda name: bench.load(name, by_name[name].module),
         unload=bench.unload,
+        renew=bench.renew,
         footprints={f.name: f.footprint for f in racing},
         memory_bytes=memory_bytes,
     )

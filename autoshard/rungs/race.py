@@ -42,6 +42,9 @@ class RaceSettings:
       min_turn_s: very short steps are repeated until a turn takes about this long, seconds.
       max_steps: but at most so many in one turn.
       block_steps: steps in a turn when not all fit memory together, so that loading pays.
+      process_rounds: rounds in one process, where processes can be renewed.
+      near: there, who takes less than so many times as long as the leader is neither dropped nor
+        tied by what one process says.
     """
 
     max_rounds: int = 30
@@ -52,6 +55,8 @@ class RaceSettings:
     min_turn_s: float = 0.01
     max_steps: int = 16
     block_steps: int = 3
+    process_rounds: int = 5
+    near: float = 1.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +152,7 @@ def race(
     should_stop: Callable[[], bool] = lambda: False,
     load: Callable[[str], object] = lambda name: None,
     unload: Callable[[str], None] = lambda name: None,
+    renew: Callable[[], object] | None = None,
     footprints: Mapping[str, Footprint] | None = None,
     memory_bytes: int | None = None,
 ) -> RaceResult:
@@ -159,6 +165,7 @@ def race(
       should_stop: asked before each round.
       load, unload: make a candidate ready to run and free its memory. `load` may return or raise a
         failure too. After each load one step runs unrecorded. What is loaded stays so at the end.
+      renew: goes over to a new process with what is loaded; None where that cannot be.
       footprints, memory_bytes: what each candidate takes, and what there is on a device. Where all
         do not fit, each round runs them in blocks that do, with `settings.block_steps` steps a
         turn.
@@ -181,6 +188,8 @@ def race(
             ended = "stopped"
         if ended:
             break
+        if renew is not None and round_ and round_ % settings.process_rounds == 0:
+            renew()
         order.shuffle(alive)
         blocks = track.blocks(alive)
         turn = steps if len(blocks) == 1 else max(steps, settings.block_steps)
@@ -194,7 +203,7 @@ def race(
         if alive:
             shortest = min(min(lane.samples_s) for lane in alive)
             steps = min(settings.max_steps, max(1, math.ceil(settings.min_turn_s / shortest)))
-        if len(alive) > 1 and _judge(alive, round_ - 1, settings):
+        if len(alive) > 1 and _judge(alive, round_ - 1, settings, renew is not None):
             ended = "tie"
         for lane in alive:
             if lane.dropped is not None:
@@ -280,7 +289,7 @@ class _Track:
             return Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message=message)
 
 
-def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings) -> bool:
+def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings, renewed: bool) -> bool:
     """Drops who cannot win any more; returns whether those left are tied."""
     leader = min(alive, key=_standing(alive))
     tied = True
@@ -289,7 +298,7 @@ def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings) -> bool:
             continue
         ratios = _log_ratios(lane, leader)
         if len(ratios) < settings.min_rounds:
-            if len(ratios) >= 2 and min(ratios) > math.log(settings.hopeless):
+            if len(ratios) >= 2 and min(ratios.values()) > math.log(settings.hopeless):
                 lane.dropped = round_
                 lane.reason = (
                     f"more than {settings.hopeless:g} times as long as {leader.name} in each of"
@@ -298,7 +307,9 @@ def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings) -> bool:
             else:
                 tied = False
             continue
-        mean, margin = trimmed_mean(ratios, settings.confidence)
+        mean, margin = trimmed_mean(list(ratios.values()), settings.confidence)
+        if renewed and mean - margin <= math.log(settings.near):
+            margin = max(margin, _margin_of_processes(ratios, settings))
         if mean - margin > 0:
             lane.dropped = round_
             lane.reason = (
@@ -329,10 +340,26 @@ def trimmed_mean(values: Sequence[float], confidence: float) -> tuple[float, flo
     return mean, float(scipy.special.stdtrit(n - 2 * cut - 1, confidence)) * error
 
 
-def _log_ratios(lane: _Lane, other: _Lane) -> list[float]:
-    """log(time of lane / time of other) in each round that both ran."""
+def _margin_of_processes(ratios: Mapping[int, float], settings: RaceSettings) -> float:
+    """Half-width of the one-sided bound on the mean over processes; only whole ones count."""
+    by_process: dict[int, list[float]] = {}
+    for round_, ratio in ratios.items():
+        by_process.setdefault(round_ // settings.process_rounds, []).append(ratio)
+    means = [
+        trimmed_mean(values, settings.confidence)[0]
+        for values in by_process.values()
+        if len(values) == settings.process_rounds
+    ]
+    if len(means) < 2:
+        return math.inf
+    error = statistics.stdev(means) / math.sqrt(len(means))
+    return float(scipy.special.stdtrit(len(means) - 1, settings.confidence)) * error
+
+
+def _log_ratios(lane: _Lane, other: _Lane) -> dict[int, float]:
+    """Round -> log(time of lane / time of other), of the rounds that both ran."""
     mine, theirs = lane.by_round(), other.by_round()
-    return [mine[r] - theirs[r] for r in mine if r in theirs]
+    return {r: mine[r] - theirs[r] for r in mine if r in theirs}
 
 
 def _standing(lanes: Sequence[_Lane]) -> Callable[[_Lane], tuple[float, str]]:
@@ -361,7 +388,7 @@ def _ranking(lanes: Sequence[_Lane]) -> tuple[str, ...]:
         yardstick = ranked[0] if ranked else max(slower, key=lambda lane: len(lane.by_round()))
 
         def behind(lane: _Lane) -> tuple[float, str]:
-            return trimmed_mean(_log_ratios(lane, yardstick), 0.5)[0], lane.name
+            return trimmed_mean(list(_log_ratios(lane, yardstick).values()), 0.5)[0], lane.name
 
         ranked += sorted(slower, key=behind)
     return tuple(lane.name for lane in ranked)

@@ -23,6 +23,9 @@ class MeasuringError(RuntimeError):
 class Rounded(Protocol):
     """What rounds need of a bench; see `Benches`."""
 
+    @property
+    def renew(self) -> Callable[[], None] | None: ...
+
     def load(self, name: str, module: Module) -> MemoryUse | Failure: ...
 
     def run(self, name: str, steps: int) -> tuple[float, ...] | Failure: ...
@@ -43,7 +46,8 @@ def in_rounds(
     """Runs every program once in each round, in a fresh random order; all samples are kept.
 
     Each is first loaded and run by itself: a program that kills the child costs only itself then.
-    Steps shorter than 10 ms are repeated within a turn, as in the races of a search.
+    Steps shorter than 10 ms are repeated within a turn, and processes renewed, as in the races of a
+    search.
 
     Args:
       bench: its inputs are set.
@@ -82,6 +86,7 @@ def in_rounds(
         should_stop=progress,
         load=lambda name: bench.load(name, programs[name]),
         unload=bench.unload,
+        renew=bench.renew,
         footprints={name: Footprint(held=size) for name, size in held.items()},
         memory_bytes=memory_bytes,
     )

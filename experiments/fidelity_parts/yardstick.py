@@ -139,6 +139,11 @@ class Beside(Rounded):
     def unload(self, name: str) -> None:
         self._of(name).unload(name)
 
+    def renew(self) -> None:
+        for bench in (self._programs, self._yardstick):
+            if bench.renew is not None:
+                bench.renew()
+
     def _of(self, name: str) -> Benches:
         return self._yardstick if name == NAME else self._programs
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from autoshard.trial import Failure, Kind, Stage
-from experiments.fidelity_parts import timing
+from experiments.fidelity_parts import timing, yardstick
 
 
 class FakeBench:
@@ -14,6 +14,10 @@ class FakeBench:
     def __init__(self, seconds: dict[str, float], breaks: dict[str, int]):
         self.seconds, self.breaks = seconds, breaks
         self.runs: list[str] = []
+        self.renewed = 0
+
+    def renew(self) -> None:
+        self.renewed += 1
 
     def load(self, name: str, module: object) -> object:
         return None
@@ -46,6 +50,7 @@ def test_nobody_leaves_the_rounds_however_slow() -> None:
     assert [r.rounds for r in ran.values()] == [tuple(range(12))] * 3
     orders = {tuple(bench.runs[i : i + 3]) for i in range(9, len(bench.runs) - 3, 3)}
     assert len(orders) > 2  # a fresh order in each round
+    assert bench.renewed == 2  # a fresh process after five rounds and after ten
 
 
 def test_programs_are_loaded_once_where_all_that_they_hold_fits() -> None:
@@ -67,6 +72,12 @@ def test_a_program_that_breaks_says_so_and_the_others_go_on() -> None:
     assert len(ran["a"].samples_s) == 6
     assert ran["b"].failure is not None and ran["b"].samples_s == ()
     assert ran["c"].failure is not None and ran["c"].failure.message == "broke"
+
+
+def test_with_a_yardstick_beside_them_both_benches_are_renewed() -> None:
+    benches: list[Any] = [FakeBench({"a": 0.1}, {}), FakeBench({yardstick.NAME: 0.1}, {})]
+    yardstick.Beside(*benches).renew()
+    assert [bench.renewed for bench in benches] == [1, 1]
 
 
 def test_fresh_pairs_take_the_bench_s_own_times() -> None:

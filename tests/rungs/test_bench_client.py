@@ -79,6 +79,14 @@ def test_an_abort_costs_only_the_candidate_at_fault(child, monkeypatch):
     assert child._worker.starts == before + 1
 
 
+def test_a_renewed_child_has_what_the_last_one_had(child, modules):
+    child.load("data", modules["data"])
+    before = child._worker.starts, child._worker.pid
+    child.renew()
+    assert len(child.run("data", 1)) == len(child.run("fsdp_tp", 1)) == 1
+    assert child._worker.starts == before[0] + 1 and child._worker.pid != before[1]
+
+
 def test_a_failing_reload_is_told_at_its_next_use(child, modules):
     child.load("data", modules["data"])
     broken = dataclasses.replace(modules["data"], stablehlo=b"ML\xefRnot really")

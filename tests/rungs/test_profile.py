@@ -24,6 +24,8 @@ class Pretended:
     As the real ones do, it knows only what is loaded.
     """
 
+    renew = None
+
     def __init__(self, seconds, errors=(), broken=()):
         self.seconds, self.errors, self.broken = seconds, dict(errors), dict(broken)
         self.loaded, self.compared, self.calls = set(), [], []
@@ -100,6 +102,14 @@ def test_the_fastest_comes_first_and_all_samples_are_kept(tmp_path):
         assert outcome.trace == "" and outcome.devices == ()
     assert bench.compared == [("a", "ref"), ("b", "ref"), ("c", "ref")]
     assert bench.loaded == set(), "everything is freed again"
+
+
+def test_near_equals_race_in_several_processes(tmp_path):
+    bench = Pretended({"a": 0.0202, "b": 0.02, "c": 0.05})
+    bench.renew = lambda: bench.calls.append(("renew", sorted(bench.loaded)))
+    settings = RaceSettings(max_rounds=14)
+    judged(bench, [finalist(n) for n in "abc"], tmp_path, settings=settings)
+    assert [call for call in bench.calls if call[0] == "renew"] == [("renew", ["a", "b"])]
 
 
 def test_who_computes_something_else_does_not_race(tmp_path):

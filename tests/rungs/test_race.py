@@ -42,6 +42,26 @@ class Machine:
         self.loaded.remove(name)
 
 
+class Processes(Machine):
+    """A machine on which each process runs each program at a speed of its own."""
+
+    def __init__(self, times_s, *, between, seed=0, **options):
+        super().__init__(times_s, seed=seed, **options)
+        self.own_s, self.between = dict(times_s), between
+        self.renewed_at = []
+        self.of_process = random.Random(seed + 1000)
+        self.begin()
+
+    def begin(self):
+        for name, seconds in self.own_s.items():
+            factor = self.of_process.lognormvariate(0, self.between)
+            self.times_s = {**self.times_s, name: seconds * factor}
+
+    def renew(self):
+        self.renewed_at.append(len(self.turns))
+        self.begin()
+
+
 TIMES = {"a": 0.11, "b": 0.10, "c": 0.14, "d": 0.17}
 
 
@@ -238,6 +258,37 @@ def test_blocks_alternate_where_memory_is_short(limit):
     assert machine.most_loaded == limit // 10
     assert result.winner == "b"
     assert result.runners[0].rounds.count(0) == RaceSettings().block_steps
+
+
+NEAR = {"a": 0.1, "b": 0.102, "c": 0.104}
+
+
+def test_near_equals_are_asked_of_several_processes():
+    wins = {True: 0, False: 0}
+    for seed in range(60):
+        for renewed in wins:
+            machine = Processes(NEAR, between=0.03, noise=0.02, seed=seed)
+            renew = machine.renew if renewed else None
+            wins[renewed] += race(list(NEAR), machine.run, seed=seed, renew=renew).winner == "a"
+    assert wins[True] >= wins[False] + 6, wins
+
+
+def test_one_process_neither_drops_nor_ties_near_equals():
+    machine = Processes(NEAR, between=0, noise=1e-4, drift=0)
+    result = race(list(NEAR), machine.run, seed=0, renew=machine.renew)
+    assert [r.dropped for r in result.runners] == [None, 9, 9], "they agree in two"
+    machine = Processes(dict.fromkeys("ab", 0.1), between=0, noise=1e-4, drift=0)
+    result = race(["a", "b"], machine.run, seed=0, renew=machine.renew)
+    assert (result.ended, result.rounds) == ("tie", 10)
+
+
+def test_who_is_far_behind_leaves_in_the_first_process():
+    times = {**NEAR, "d": 0.12}
+    machine = Processes(times, between=0.01, noise=1e-4, drift=0)
+    result = race(list(times), machine.run, seed=0, renew=machine.renew)
+    assert result.runners[-1].dropped == 4
+    assert machine.renewed_at[0] == 4 * 5 + 4, "rounds, and a step each to warm up"
+    assert len(machine.renewed_at) == -(-result.rounds // 5) - 1
 
 
 def test_a_load_that_fails_drops_the_candidate():
