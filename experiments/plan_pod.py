@@ -49,7 +49,7 @@ _CANDIDATES = flags.DEFINE_integer("candidates", 150, "Layouts propagated.")
 _COMPILES = flags.DEFINE_integer("compiles", 10, "Programs compiled.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the search.")
 _BY_HAND = flags.DEFINE_bool("by_hand", True, "Judge the hand layouts too.")
-_RUN = flags.DEFINE_string("run", "", "Run folder; by default runs/pod-<model>-<target>.")
+_RUN = flags.DEFINE_string("run", "", "Run folder; by default runs/pod-<name of the figures>.")
 _OUT = flags.DEFINE_string("out", "results/plan_pod", "Folder of the figures; empty for none.")
 
 EQUAL = 1e-4
@@ -60,7 +60,8 @@ def main(argv: list[str]) -> None:
     del argv
     jax.config.update("jax_platforms", "cpu")
     console = Console()
-    name = f"{_MODEL.value}-{_TARGET.value.replace(':', '-').replace('*', '-')}"
+    kind = "" if _SCANNED.value else "-unrolled"
+    name = f"{_MODEL.value}-{_TARGET.value.replace(':', '-').replace('*', '-')}{kind}"
     run = pathlib.Path(_RUN.value or f"runs/pod-{name}")
     run.mkdir(parents=True, exist_ok=True)
     journal = run / "journal.jsonl"
@@ -106,8 +107,7 @@ def main(argv: list[str]) -> None:
     if _OUT.value:
         folder = pathlib.Path(_OUT.value)
         folder.mkdir(parents=True, exist_ok=True)
-        kind = "" if _SCANNED.value else "-unrolled"
-        path = folder / f"{name}{kind}.json"
+        path = folder / f"{name}.json"
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         console.print(f"Figures in {path}, plan and journal in {run}.", highlight=False)
 
