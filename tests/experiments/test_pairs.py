@@ -79,7 +79,7 @@ def test_processes_that_agree_by_luck_are_no_surer_than_their_pairs() -> None:
         ((1.2,), 1),
         ((1.0,) * 8, 4),
         ((0.98, 1.02) * 4, 7),  # until the interval is narrow
-        ((0.95, 1.05) * 4, 8),  # or nobody asks any more
+        ((0.95, 1.05) * 6, 12),  # or nobody asks any more
     ],
 )
 def test_processes_are_asked_where_they_could_decide(ratios: tuple[float, ...], asked: int) -> None:
