@@ -25,7 +25,7 @@ from autoshard.compat.executable import (
 from autoshard.layout import MeshShape
 from autoshard.module import Module
 from autoshard.rungs import numerics
-from autoshard.rungs.executables import kept
+from autoshard.rungs.executables import keep, kept
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.numerics import NumericsReport, Reference, Trajectory
 from autoshard.trial import Failure, Kind, Stage
@@ -89,7 +89,8 @@ class Bench:
     Args:
       placed: the devices at the places of a module's mesh, major to minor; by default the first of
         `jax.devices()`.
-      executables: folder with what another process has compiled; None where there is none.
+      executables: folder with what another process has compiled, and that takes what this one
+        compiles; None for none.
     """
 
     renew = None
@@ -237,8 +238,12 @@ class Bench:
         if self._placed is not None:
             return compile_module(module, self._placed(module.mesh))
         devices = jax.devices()[: module.device_count]
-        found = None if self._executables is None else kept(module, devices, self._executables)
-        return found or compile_module(module, devices)
+        if self._executables is None:
+            return compile_module(module, devices)
+        if (found := kept(module, devices, self._executables)) is None:
+            found = compile_module(module, devices)
+            keep(found, self._executables)
+        return found
 
     def _start(self) -> tuple[np.ndarray, ...]:
         if self._initial is None:

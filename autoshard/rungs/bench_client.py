@@ -30,7 +30,7 @@ class ChildBench:
       time_limit_s: for each load, run, trace, comparison and initialisation, seconds; beyond it
         the child is killed and the call's candidate fails with a timeout.
       executables: folder with what workers have compiled for devices like the child's; what is not
-        there the child compiles.
+        there the child compiles, and the next child finds.
 
     Every method but `unload` and `close` may raise WorkerError, when no child can be started.
     """

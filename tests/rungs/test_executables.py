@@ -109,6 +109,14 @@ def test_what_cannot_be_read_is_compiled(tmp_path, broken):
     assert isinstance(memory, MemoryUse)
 
 
+def test_what_a_bench_compiles_the_next_one_finds(tmp_path, monkeypatch):
+    module = lowered.train_module(DATA, spec=P())
+    started(tmp_path, module)
+    monkeypatch.setattr(bench_module, "compile_module", lambda *args: pytest.fail("compiled"))
+    bench, memory = started(tmp_path, module)
+    assert isinstance(memory, MemoryUse) and len(bench.run("it", 1)) == 1
+
+
 def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path):
     (tmp_path / "file").write_text("")
     keep(compile_module(lowered.train_module(DATA, spec=P()), jax.devices()), tmp_path / "file")
