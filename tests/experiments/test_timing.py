@@ -12,7 +12,7 @@ class FakeBench:
     """A bench whose programs take a stated time. One breaks when it is run for the n-th time."""
 
     def __init__(self, seconds: dict[str, float], breaks: dict[str, int]):
-        self.seconds, self.breaks = seconds, breaks
+        self.seconds, self.breaks = seconds, dict(breaks)
         self.runs: list[str] = []
         self.renewed = 0
 
@@ -78,6 +78,16 @@ def test_with_a_yardstick_beside_them_both_benches_are_renewed() -> None:
     benches: list[Any] = [FakeBench({"a": 0.1}, {}), FakeBench({yardstick.NAME: 0.1}, {})]
     yardstick.Beside(*benches).renew()
     assert [bench.renewed for bench in benches] == [1, 1]
+
+
+def test_the_yardstick_s_first_step_after_a_pause_is_not_recorded() -> None:
+    programs, own = FakeBench({"a": 0.1}, {}), FakeBench({yardstick.NAME: 0.2}, {})
+    benches: list[Any] = [programs, own]
+    beside = yardstick.Beside(*benches)
+    assert beside.run("a", 1) == (0.1,) and programs.runs == ["a"]
+    assert beside.run(yardstick.NAME, 1) == (0.2,) * 5 and len(own.runs) == 2
+    own.breaks[yardstick.NAME] = 2
+    assert isinstance(beside.run(yardstick.NAME, 1), Failure)
 
 
 def test_fresh_pairs_take_the_bench_s_own_times() -> None:
