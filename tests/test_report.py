@@ -253,6 +253,18 @@ def test_the_reason_is_the_largest_difference(searched, mine, reason):
     assert reason in explain(planned(searched, [best, rival]))
 
 
+def test_what_does_not_fit_is_no_rival(searched):
+    best = trial("FSDP", compiled=estimate(time_s=0.02))
+    limit = searched.plan.evidence.memory_limit_bytes
+    large = estimate(time_s=0.01, peak_memory_bytes=limit + 1)
+    rivals = [
+        trial("replicated", compute={"r": "x"}, compiled=large),
+        trial("data parallel", compute={"c": "x"}, compiled=estimate(time_s=0.03)),
+    ]
+    assert "a step, data parallel 30.0 ms" in explain(planned(searched, [best, *rivals]))
+    assert "compared with no baseline" in explain(planned(searched, [best, rivals[0]]))
+
+
 def test_without_measurements_the_prediction_speaks(searched):
     best = trial("FSDP", compiled=estimate(time_s=0.01))
     rival = trial("replicated", compute={"r": "x"}, compiled=estimate(time_s=0.03))

@@ -22,7 +22,8 @@ def explain(plan: "Plan") -> str:
         if t.baseline
         and t.candidate.worded(wording) != winner.candidate
         and t.failure is None
-        and isinstance(t.compiled if winner.compiled else t.propagated, Estimate)
+        and isinstance(judged := t.compiled if winner.compiled else t.propagated, Estimate)
+        and judged.peak_memory_bytes <= evidence.memory_limit_bytes
     ]
     named = f" (it is the baseline {winner.baseline!r})" if winner.baseline else ""
     if not plan.layout.mesh:
@@ -49,7 +50,10 @@ def explain(plan: "Plan") -> str:
             f" others were run and failed, the first of a {failed[0].kind}."
         )
     if not others:
-        return f"The winner{named} was compared with no baseline: none was judged as far."
+        return (
+            f"The winner{named} was compared with no baseline: of those that fit none was judged as"
+            " far."
+        )
     rival = min(others, key=lambda t: t.estimate.time_s if t.estimate else 0.0)
     assert rival.estimate is not None
     return (
