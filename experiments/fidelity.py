@@ -6,9 +6,10 @@ Question: on each case of the zoo, at its shrunk scale, on 4 and on 8 fake CPU d
 Command: python -m experiments.fidelity
          or one part: python -m experiments.fidelity --part=sample --case=vit --devices=8
          the tables again: python -m experiments.fidelity --part=report
-Cost: on 2 quiet cores, for all three parts of a case on 4 devices with --limit=60: 2 minutes for
-  the MLP, 6 for the recurrent and the graph network, 14 for the recommender (about 60 programs are
-  compiled and run in --rounds rounds; a comparison by hand takes up to --limit seconds).
+Cost: on 2 quiet cores, for all three parts of a case on 4 devices with --limit=60: 19 minutes for
+  the recurrent network, 29 for the decoder without its part by hand (about 60 programs are compiled
+  and run in --rounds rounds; a comparison takes up to --limit seconds in its first process, and a
+  quarter of that in each further one, of up to twelve).
 Expected: the goals that docs/fidelity.md states; what misses one is red.
 
 Each part of each case runs in a process of its own and leaves results/fidelity/<case>-<devices>/

@@ -19,14 +19,16 @@ import jax
 import numpy as np
 import scipy.special  # type: ignore[import-untyped]
 
+from autoshard.rungs.race import RaceSettings
+
 Run = Callable[[], None]
 """Runs one step and waits for it."""
 
 _HALF_WIDTH = 0.02
 """Of an interval, relative to the ratio, at which it is decided."""
 
-_NEAR = 1.05
-"""Processes may differ by so much: seen with two steps of 50 ms on 4 fake CPU devices."""
+_NEAR = RaceSettings().near
+"""Processes may differ by so much; the races of a search take the same for near."""
 
 _PROCESSES = 4, 12
 """At least and at most so many are asked about a ratio near 1. Where they differ by 3 %, twelve are

@@ -44,7 +44,7 @@ class RaceSettings:
       block_steps: steps in a turn when not all fit memory together, so that loading pays.
       process_rounds: rounds in one process, where processes can be renewed.
       near: there, who takes less than so many times as long as the leader is neither dropped nor
-        tied by what one process says.
+        tied by what one process says: two processes differ by as much (docs/decisions/0020).
     """
 
     max_rounds: int = 30
@@ -307,7 +307,7 @@ def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings, renewed:
             else:
                 tied = False
             continue
-        mean, margin = trimmed_mean(list(ratios.values()), settings.confidence)
+        mean, margin = trimmed_mean(ratios.values(), settings.confidence)
         if renewed and mean - margin <= math.log(settings.near):
             margin = max(margin, _margin_of_processes(ratios, settings))
         if mean - margin > 0:
@@ -321,7 +321,7 @@ def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings, renewed:
     return tied and sum(lane.dropped is None for lane in alive) > 1
 
 
-def trimmed_mean(values: Sequence[float], confidence: float) -> tuple[float, float]:
+def trimmed_mean(values: Collection[float], confidence: float) -> tuple[float, float]:
     """The 20 %-trimmed mean and the half-width of its one-sided confidence bound.
 
     >>> mean, margin = trimmed_mean([0.1, 0.1, 0.1, 0.1, 9.0], 0.99)
@@ -374,7 +374,7 @@ def _standing(lanes: Sequence[_Lane]) -> Callable[[_Lane], tuple[float, str]]:
 
     def key(lane: _Lane) -> tuple[float, str]:
         table = tables[lane.name]
-        times = [table[r] - weather[r] for r in sorted(common)] or list(table.values())
+        times = [table[r] - weather[r] for r in sorted(common)] or table.values()
         return trimmed_mean(times, 0.5)[0], lane.name
 
     return key
@@ -388,7 +388,7 @@ def _ranking(lanes: Sequence[_Lane]) -> tuple[str, ...]:
         yardstick = ranked[0] if ranked else max(slower, key=lambda lane: len(lane.by_round()))
 
         def behind(lane: _Lane) -> tuple[float, str]:
-            return trimmed_mean(list(_log_ratios(lane, yardstick).values()), 0.5)[0], lane.name
+            return trimmed_mean(_log_ratios(lane, yardstick).values(), 0.5)[0], lane.name
 
         ranked += sorted(slower, key=behind)
     return tuple(lane.name for lane in ranked)

@@ -24,7 +24,7 @@ from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.journal import Journal
 from autoshard.module import Module
-from autoshard.rungs.bench import Benches
+from autoshard.rungs.bench_client import ChildBench
 from autoshard.strategy.baselines import baselines
 from autoshard.trial import Estimate, Failure
 from experiments.fidelity_parts import sampling
@@ -130,7 +130,7 @@ class Beside(Rounded):
     Their inputs differ, and what the one holds in memory the other should not feel.
     """
 
-    def __init__(self, programs: Benches, yardstick: Benches):
+    def __init__(self, programs: ChildBench, yardstick: ChildBench):
         self._programs, self._yardstick = programs, yardstick
 
     def load(self, name: str, module: Module) -> MemoryUse | Failure:
@@ -147,11 +147,10 @@ class Beside(Rounded):
         self._of(name).unload(name)
 
     def renew(self) -> None:
-        for bench in (self._programs, self._yardstick):
-            if bench.renew is not None:
-                bench.renew()
+        self._programs.renew()
+        self._yardstick.renew()
 
-    def _of(self, name: str) -> Benches:
+    def _of(self, name: str) -> ChildBench:
         return self._yardstick if name == NAME else self._programs
 
 

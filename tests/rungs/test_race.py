@@ -53,9 +53,10 @@ class Processes(Machine):
         self.begin()
 
     def begin(self):
-        for name, seconds in self.own_s.items():
-            factor = self.of_process.lognormvariate(0, self.between)
-            self.times_s = {**self.times_s, name: seconds * factor}
+        self.times_s = {
+            name: seconds * self.of_process.lognormvariate(0, self.between)
+            for name, seconds in self.own_s.items()
+        }
 
     def renew(self):
         self.renewed_at.append(len(self.turns))
