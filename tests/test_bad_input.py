@@ -102,10 +102,12 @@ def test_a_batch_of_values_is_no_batch_of_shapes(quick):
         quick(stateless(keep, batch={"x": 3}))
 
 
-def test_a_batch_that_no_mesh_axis_divides_is_left_whole(quick):
+def test_examples_that_no_mesh_axis_divides_are_left_together(quick):
     plan = quick(lambda: mlp(batch=7))
-    assert plan.batch_shardings["x"].is_fully_replicated
-    # Whether dividing the model pays is for this machine's calibration to say.
+    # Whether dividing the model pays, and an example's features with it, is for this machine's
+    # calibration to say.
+    for sharding in plan.batch_shardings.values():
+        assert sharding.shard_shape((7, workloads.WIDTH))[0] == 7, sharding
     judged = [t for t in plan.evidence.trials if isinstance(t.propagated, Estimate)]
     held = [t.propagated.state_bytes for t in judged]
     assert min(held) <= max(held) / 4, "the model still divides"
