@@ -7,6 +7,8 @@ accelerator comes from its catalogue entry, where it has one: the clock of the c
 and the rates of other dtypes than bf16 and f32. All samples are taken in rounds over every probe,
 and the least of each is used: what else runs on the machine only ever adds time, and on a busy one
 the medians of a probe and of the empty program that is taken off it can come in the wrong order.
+The least of some seconds is luck too, so several such draws are made, and the median over them is
+taken (`docs/decisions/0017`).
 What is kept is a JSON file with the date and a digest; a target is calibrated once.
 """
 
@@ -18,6 +20,7 @@ import json
 import math
 import os
 import pathlib
+import statistics
 import time
 from collections.abc import Callable, Mapping
 
@@ -41,8 +44,9 @@ from autoshard.cost import (
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 12
+REVISION = 13
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
+_DRAWS = 5  # of 3 s each on two cores; one of them is off by a tenth, all of it and each probe
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
 _TURNS = (2, 6)
@@ -55,8 +59,12 @@ _SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device of a fake mesh
 _LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a dispatch
 
 
-def calibrate(target: Target) -> Constants:
-    """Measures a target: a few seconds, on an accelerator up to a minute with the compiles."""
+def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
+    """Measures a target: some twenty seconds, on an accelerator minutes with the compiles.
+
+    Args:
+      draws: how often all is measured; the median counts.
+    """
     n = target.device_count
     mesh = target.mesh((("x", n),) if n > 1 else ())
     few = min(n, _FRESH_DEVICES)
@@ -89,7 +97,7 @@ def calibrate(target: Target) -> Constants:
         for kind in KINDS:
             for size in (small, large):
                 probes[kind, group, size] = _collective(target, kind, group, size)
-    seconds = least_of_rounds(probes)
+    seconds = median_of_draws(probes, draws)
     idle = seconds["nothing"]
 
     def above(name: object) -> float:
@@ -155,6 +163,14 @@ def rates_by_dtype(
         reached = found["bf16"] / chip.flops["bf16"].value
         found = {dtype: figure.value * reached for dtype, figure in chip.flops.items()} | found
     return tuple(sorted(found.items()))
+
+
+def median_of_draws(
+    probes: Mapping[object, Run], draws: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[object, float]:
+    """Seconds of each probe: the median over draws, each of which is the least of some rounds."""
+    drawn = [least_of_rounds(probes, clock) for _ in range(draws)]
+    return {name: statistics.median(draw[name] for draw in drawn) for name in probes}
 
 
 def least_of_rounds(

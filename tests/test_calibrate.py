@@ -14,6 +14,7 @@ from autoshard.calibrate import (
     chip_of_kind,
     fresh_s_per_byte,
     least_of_rounds,
+    median_of_draws,
     rates_by_dtype,
     transposed_s,
 )
@@ -74,6 +75,17 @@ def test_the_least_of_many_samples_counts_and_what_takes_long_has_few():
     assert runs == {"quick": 16, "long": 6, "disturbed": 16}
 
 
+def test_of_several_draws_the_median_counts():
+    now, runs, lasted = [0.0], [0], {0: 5e-3, 1: 1e-3, 2: 2e-3}
+
+    def probe():
+        now[0] += lasted[runs[0] // 16] + 1e-4 * (runs[0] % 16)  # the first run is not counted
+        runs[0] += 1
+
+    seconds = median_of_draws({"probe": probe}, 3, lambda: now[0])
+    assert seconds == {"probe": pytest.approx(2.1e-3)} and runs == [48]
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -109,7 +121,7 @@ def test_an_accelerator_has_its_clock_and_other_dtypes_from_the_catalogue(monkey
         calibrate, "on_accelerator", functools.partial(on_accelerator, effort=little)
     )
     monkeypatch.setattr(calibrate, "_LARGEST", 1 << 14)
-    found = calibrate.calibrate(live)
+    found = calibrate.calibrate(live, draws=1)
     chip = catalogue()["v5e"]
     assert not found.shared and found.clock_hz == chip.clock_hz.value
     assert chip.digest in found.source
@@ -198,5 +210,5 @@ def test_the_default_folder_is_in_the_users_cache(measuring, tmp_path, monkeypat
 
 
 def test_one_device_needs_no_links():
-    found = calibrate.calibrate(find_target(jax.devices()[:1]))
+    found = calibrate.calibrate(find_target(jax.devices()[:1]), draws=1)
     assert found.links == () and found.contract_flops_per_s > 0

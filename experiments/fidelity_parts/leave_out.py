@@ -22,7 +22,6 @@ class Observation:
 
     Attributes:
       family, case, name: whose it is; cases of one family are left out together.
-      measured_s: at the pace that the predictions are for.
     """
 
     family: str

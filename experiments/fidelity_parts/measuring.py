@@ -3,14 +3,15 @@
 import contextlib
 import dataclasses
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.budget import Budget, Callback
+from autoshard.calibrate import calibrate
+from autoshard.cost import CostModel
 from autoshard.driver.ledger import Ledger, Row
-from autoshard.journal import opened
+from autoshard.journal import Journal
 from autoshard.layout import Candidate
 from autoshard.lowering import lower_init
 from autoshard.module import Module
@@ -20,11 +21,10 @@ from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.race import Runner
 from autoshard.trial import Estimate, Failure, Stage
 from experiments import pairs
-from experiments.fidelity_parts import sampling, timing, yardstick
+from experiments.fidelity_parts import sampling, timing
 from experiments.fidelity_parts.ranks import by_round, times
 from experiments.fidelity_parts.regret import rivals_of
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, write
-from experiments.fidelity_parts.yardstick import Beside, Yardstick
 
 _BATCHES = 2
 _RUNG: tuple[str, ...] = (
@@ -48,11 +48,13 @@ class Settings:
       pair_limit_s: step time spent on fresh pairs of the plan with each of its rivals in the first
         process; in each further one a quarter of that.
       call_limit_s: of one call of the bench, whose child is killed then.
+      draws: of the calibration; see `calibrate`.
     """
 
     rounds: int = 16
     pair_limit_s: float = 240.0
     call_limit_s: float = 300.0
+    draws: int = 15
     size: sampling.Size = dataclasses.field(default_factory=sampling.Size)
 
 
@@ -67,32 +69,26 @@ def run(
     settings: Settings = Settings(),
     callbacks: Sequence[Callback] = (),
 ) -> None:
-    """Samples, compiles, measures, and measures the plan against its rivals anew.
+    """Calibrates, samples, compiles, measures, and measures the plan against its rivals anew.
 
-    Compiled programs go to a journal of their own, begun as a copy of the search's; what is
-    measured is not: interrupted rounds begin anew, so that all samples share one stretch of time.
+    An interrupted part begins anew, so that predictions and samples share one stretch of time.
     """
     figures = provenance(task, case, scale, seed)
     if not store.plan(task).exists():
         write(store.result(task), {**figures, "failed": "there is no plan: the search found none"})
         return
-    folder = store.run_folder(task)
-    journal = folder / "sample.jsonl"
-    if not journal.exists() and (folder / "search.jsonl").exists():
-        shutil.copyfile(folder / "search.jsonl", folder / "sample.partial")
-        (folder / "sample.partial").replace(journal)
     finalists = _finalists(store, task)
-    with opened(journal) as log, tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
+    cost = CostModel(calibrate(sampling.target_of(task), settings.draws))
+    with tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
         ledger = sampling.open_ledger(
-            task, case, store, log, seed=seed, budget=budget, callbacks=callbacks
+            task, case, store, Journal(), cost, seed=seed, budget=budget, callbacks=callbacks
         )
         ledger.executables = pathlib.Path(scratch)
         sample = sampling.choose(ledger, finalists, settings.size)
         names = {f"p{number:02d}": one for number, one in enumerate(sample.programs)}
         places = {row: place for place, row in reversed(list(enumerate(sample.finalists)))}
         plan = next(name for name, one in names.items() if places.get(one.row) == 0)
-        beside = yardstick.prepared(task, store, log, ledger.executables, tuple(callbacks))
-        ran, fresh = _measured(ledger, names, plan, beside, settings)
+        ran, fresh = _measured(ledger, names, plan, settings)
     figures |= {
         "failed": "",
         "planned": store.planned(task),
@@ -106,7 +102,6 @@ def run(
         "constants": ledger.constants.to_json(),
         "constants_digest": ledger.constants.digest,
         "fresh": fresh,
-        yardstick.NAME: yardstick_to_json(beside, ran[yardstick.NAME]),
         "programs": [
             program_to_json(name, one.groups, ledger.rows[one.row], ran[name], places.get(one.row))
             for name, one in names.items()
@@ -125,10 +120,9 @@ def _measured(
     ledger: Ledger,
     names: Mapping[str, sampling.Chosen],
     plan: str,
-    beside: Yardstick,
     settings: Settings,
 ) -> tuple[dict[str, Runner], list[dict[str, Any]]]:
-    """The rounds, the yardstick's among them, and the fresh pairs of the plan with its rivals."""
+    """The rounds, and the fresh pairs of the plan with its rivals."""
     modules: dict[str, Module] = {}
     ran: dict[str, Runner] = {}
     held: dict[str, int] = {}
@@ -144,22 +138,18 @@ def _measured(
     def tell(text: str) -> None:
         ledger.tell(Stage.PROFILE, 0, len(modules), text)
 
-    with (
-        _bench(ledger, settings) as bench,
-        _bench(beside.ledger, settings, yardstick.NAME) as second,
-    ):
+    with _bench(ledger, settings) as bench:
         ran |= timing.in_rounds(
-            Beside(bench, second),
-            {**modules, yardstick.NAME: beside.module},
-            {**held, yardstick.NAME: beside.module.held_bytes(_BATCHES)},
+            bench,
+            modules,
+            held,
             rounds=settings.rounds,
             seed=ledger.seed,
             # Half is for what the one that runs needs besides, and for sixty executables.
             memory_bytes=ledger.target.memory_bytes // 2,
             on_progress=tell,
         )
-    tables = {n: by_round(r.samples_s, r.rounds) for n, r in ran.items() if n in modules}
-    tables = {n: table for n, table in tables.items() if ran[n].failure is None}
+    tables = {n: by_round(r.samples_s, r.rounds) for n, r in ran.items() if r.failure is None}
     fresh = []
     for rival in rivals_of(plan, times(tables)):
         tell(f"fresh pairs of the plan {plan} and its rival {rival}")
@@ -199,18 +189,15 @@ def _keeps_out(ledger: Ledger, row: Row) -> Failure | None:
 
 
 @contextlib.contextmanager
-def _bench(ledger: Ledger, settings: Settings, name: str = "fidelity") -> Iterator[ChildBench]:
+def _bench(ledger: Ledger, settings: Settings) -> Iterator[ChildBench]:
     """A child process with nothing but the inputs in it.
-
-    Args:
-      name: of the process's folder; two at the same time need two.
 
     Raises:
       timing.MeasuringError: the initial state cannot be made.
     """
     program = ledger.subjects[0].analysis.program
     bench = ChildBench(
-        ledger.settings(name),
+        ledger.settings("fidelity"),
         time_limit_s=settings.call_limit_s,
         executables=ledger.executables,
     )
@@ -243,15 +230,6 @@ def program_to_json(
         "module": None if row.module is None else row.module.digest,
         "rung1": rung_to_json(row.propagated),
         "rung2": rung_to_json(row.compiled),
-        **_samples(ran),
-    }
-
-
-def yardstick_to_json(beside: Yardstick, ran: Runner) -> dict[str, Any]:
-    """The yardstick as results hold it."""
-    return {
-        "module": beside.module.digest,
-        "rung2": rung_to_json(beside.estimate),
         **_samples(ran),
     }
 

@@ -59,7 +59,7 @@ def _predicted(measured: Mapping[Key, dict[str, Any]], path: pathlib.Path) -> No
             axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
             axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
             axis.set_minor_formatter(ticker.NullFormatter())
-    figure.supxlabel("measured, milliseconds a step over the pace; the plan is red", fontsize=8)
+    figure.supxlabel("measured, milliseconds a step; the plan is red", fontsize=8)
     figure.supylabel("rung 2, calibrated on others", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -1,8 +1,8 @@
 """The predict part: what rungs 1 and 2 say today of programs that were measured before.
 
 A step's time does not depend on the model of cost, so a better model needs no new samples. It does
-depend on the program: where today's code makes another one of a layout, nothing is changed. And on
-the machine: on one of another kind, the constants are those that the sample was measured with.
+depend on the program: where today's code makes another one of a layout, nothing is changed. The
+constants of the machine are those that the sample was taken with.
 """
 
 import dataclasses
@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.budget import Budget, Callback
+from autoshard.calibrate import calibrated
 from autoshard.cost import MODEL_REVISION, Constants, CostModel
 from autoshard.driver.compiling import Compiling
 from autoshard.journal import opened
 from autoshard.layout import Candidate
 from autoshard.module import Module
-from experiments.fidelity_parts import sampling, yardstick
+from experiments.fidelity_parts import sampling
 from experiments.fidelity_parts.measuring import rung_to_json
-from experiments.fidelity_parts.store import Case, Store, Task, machine, provenance, read, write
+from experiments.fidelity_parts.store import Case, Store, Task, provenance, read, write
 
 
 class OtherProgramsError(RuntimeError):
@@ -48,10 +49,10 @@ def run(
         return
     programs: list[dict[str, Any]] = figures["programs"]
     with opened(store.run_folder(task) / "predict.jsonl") as log:
+        cost = CostModel(_constants(figures, task, store))
         ledger = sampling.open_ledger(
-            task, case, store, log, seed=seed, budget=budget, callbacks=callbacks
+            task, case, store, log, cost, seed=seed, budget=budget, callbacks=callbacks
         )
-        ledger.cost = CostModel(_constants(figures, ledger.constants))
         for program in programs:
             candidate = Candidate.from_json(program["candidate"])
             ledger.rows.append(sampling.judged(ledger, candidate))
@@ -70,14 +71,6 @@ def run(
         compiling = Compiling(ledger, None)
         with compiling.opened():
             compiling.compile(ran, 1.0)
-        if beside := figures.get(yardstick.NAME):
-            anew = yardstick.prepared(task, store, log, None, tuple(callbacks), ledger.cost)
-            if anew.module.digest != beside["module"]:
-                raise OtherProgramsError(
-                    f"the yardstick is not the program that was measured: delete {path} to measure"
-                    " all anew"
-                )
-            beside["rung2"] = rung_to_json(anew.estimate)
     for i in ran:
         programs[i]["rung1"] = rung_to_json(ledger.rows[i].propagated)
         programs[i]["rung2"] = rung_to_json(ledger.rows[i].compiled)
@@ -96,12 +89,10 @@ def run(
     write(path, figures)
 
 
-def _constants(figures: dict[str, Any], here: Constants) -> Constants:
-    """Of the kind of machine that a sample was measured on.
-
-    Args:
-      here: of this machine; also what the sample's do not say, since nobody asked then.
-    """
-    if figures["machine"] == machine():
-        return here
-    return Constants.from_json({**here.to_json(), **figures["constants"]})
+def _constants(figures: dict[str, Any], task: Task, store: Store) -> Constants:
+    """Those of a sample; what nobody asked when it was taken is this machine's."""
+    own = figures["constants"]
+    if {field.name for field in dataclasses.fields(Constants)} <= own.keys():
+        return Constants.from_json(own)
+    here = calibrated(sampling.target_of(task), store.calibration)
+    return Constants.from_json({**here.to_json(), **own})

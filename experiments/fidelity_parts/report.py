@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.cost import Correction
-from experiments.fidelity_parts import leave_out, ranks, regret, yardstick
+from experiments.fidelity_parts import leave_out, ranks, regret
 from experiments.fidelity_parts.goals import judged
 from experiments.fidelity_parts.leave_out import Observation
 from experiments.fidelity_parts.sampling import DRAWN
@@ -149,7 +149,6 @@ def sample_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
         "measured": len(measured),
         "too_large": sum((p["failure"] or {}).get("kind") == "oom" for p in programs.values()),
         "failed": len(programs) - len(measured),
-        "pace": pace_of(found),
         "whole_space": found["whole_space"],
         "plan_is": programs[found["plan"]]["baseline"],
         **figures,
@@ -177,15 +176,6 @@ def tables_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     }
 
 
-def pace_of(found: Mapping[str, Any]) -> float | None:
-    """The pace of the machine in the rounds of a sample (`yardstick`); None where nobody asked."""
-    beside = found.get(yardstick.NAME)
-    if not beside or beside["failure"]:
-        return None
-    own = ranks.by_round(beside["samples_s"], beside["rounds"])
-    return yardstick.pace(found, ranks.times({**tables_of(found), yardstick.NAME: own}))
-
-
 def tau_of(found: Mapping[str, Any], rung: str, near: bool = False) -> dict[str, Any] | None:
     """Rank correlation over the sample and rung 1's best; what else was measured is left out.
 
@@ -202,9 +192,8 @@ def tau_of(found: Mapping[str, Any], rung: str, near: bool = False) -> dict[str,
 
 
 def observations(found: Mapping[str, Any], rung: str) -> list[Observation]:
-    """What a rung predicts of each measured program of a case, at the machine's best pace."""
+    """What a rung predicts of each measured program of a case."""
     measured = ranks.times(tables_of(found))
-    pace = pace_of(found) or 1.0
     return [
         Observation(
             family=found["family"],
@@ -212,7 +201,7 @@ def observations(found: Mapping[str, Any], rung: str) -> list[Observation]:
             name=p["name"],
             compute_s=p[rung]["compute_s"],
             communication_s=p[rung]["communication_s"],
-            measured_s=measured[p["name"]] / pace,
+            measured_s=measured[p["name"]],
         )
         for p in found["programs"]
         if p["name"] in measured and _seconds(p, rung)

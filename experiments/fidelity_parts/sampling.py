@@ -17,16 +17,16 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from autoshard.budget import Budget, Callback
+from autoshard.cost import CostModel
 from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.driver.promoting import baseline_rows
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal
 from autoshard.layout import Candidate
-from autoshard.pricing import cost_model
 from autoshard.rungs.propagate import Propagator
 from autoshard.subjects import make_subject, trace_all
-from autoshard.target import find_target
+from autoshard.target import Target, find_target
 from experiments.agreement import walk
 from experiments.draws import Draw, Draws, fastest, uniform
 from experiments.fidelity_parts.store import Case, Store, Task
@@ -72,23 +72,29 @@ class Sample:
     skipped: int
 
 
+def target_of(task: Task) -> Target:
+    """The fake devices of a task."""
+    return find_target(jax.devices()[: task.devices])
+
+
 def open_ledger(
     task: Task,
     case: Case,
     store: Store,
     journal: Journal,
+    cost: CostModel,
     *,
     seed: int,
     budget: Budget,
     callbacks: Sequence[Callback] = (),
 ) -> Ledger:
     """The ledger of a search on the case, before its first rung, as `autoshard.search` makes it."""
-    target = find_target(jax.devices()[: task.devices])
+    target = target_of(task)
     (program,), _ = trace_all(case.workload, None, False)
     return Ledger(
         subjects=[make_subject(program, target, "free", None)],
         target=target,
-        cost=cost_model(target, store.calibration),
+        cost=cost,
         budget=budget,
         journal=journal,
         callbacks=tuple(callbacks),

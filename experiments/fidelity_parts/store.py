@@ -77,7 +77,7 @@ class Store:
 
     @property
     def calibration(self) -> pathlib.Path:
-        """One calibration for all cases: the constants that they share."""
+        """One calibration for the searches of all cases."""
         return self.runs / "calibration"
 
 

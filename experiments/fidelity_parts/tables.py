@@ -44,7 +44,6 @@ def all_tables(summary: Mapping[str, Any]) -> list[Table]:
                 "rung 1",
                 "rung 2",
                 "programs",
-                "pace",
                 "error rung 1",
                 "error rung 2",
             ),
@@ -182,7 +181,6 @@ def _rank_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
         cells.append(Cell(str(some["count"]) if some else "-"))
     return (
         *cells,
-        Cell(shown(sample.get("pace"), "ratio")),
         *(_judged(row[f"{rung}_error"], f"{rung}_error") for rung in ("rung1", "rung2")),
     )
 

@@ -6,9 +6,7 @@ Programs run in a child process of their own, not in the one that searched.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from autoshard.compat.executable import MemoryUse
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
 from autoshard.rungs.race import Footprint, RaceSettings, Runner, race
@@ -20,21 +18,8 @@ class MeasuringError(RuntimeError):
     """A program that had to run did not."""
 
 
-class Rounded(Protocol):
-    """What rounds need of a bench; see `Benches`."""
-
-    @property
-    def renew(self) -> Callable[[], None] | None: ...
-
-    def load(self, name: str, module: Module) -> MemoryUse | Failure: ...
-
-    def run(self, name: str, steps: int) -> tuple[float, ...] | Failure: ...
-
-    def unload(self, name: str) -> None: ...
-
-
 def in_rounds(
-    bench: Rounded,
+    bench: Benches,
     programs: Mapping[str, Module],
     held: Mapping[str, int],
     *,

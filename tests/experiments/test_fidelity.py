@@ -2,7 +2,6 @@
 
 import math
 import pathlib
-from typing import Any
 
 import pytest
 
@@ -269,31 +268,6 @@ def test_no_figure_but_the_ranks_is_kept_from_a_program_that_failed() -> None:
     assert row is not None
     assert (row["programs"], row["measured"], row["too_large"], row["failed"]) == (6, 4, 1, 2)
     assert len(report.observations(data.sample(broken), "rung1")) == 4
-
-
-def test_a_machine_that_was_slow_while_a_case_was_measured_makes_no_error() -> None:
-    def case(name: str, slowdown: float) -> dict[str, Any]:
-        times = {"a": 1.0, "b": 2.0, "c": 3.0}
-        ran = [
-            program(p, slowdown * s, compute_s=s / 2, communication_s=s / 4)
-            for p, s in times.items()
-        ]
-        beside = program("yardstick", 0.7 * slowdown, compute_s=0.5)
-        return {**data.sample(ran, case=name, family=name), "yardstick": beside}
-
-    cases = [case("mlp", 1.0), case("vit", 2.0), case("moe", 1.3)]
-    paces = [report.pace_of(found) for found in cases]
-    assert paces[1] == pytest.approx(2.0 * paces[0]) and paces[2] == pytest.approx(1.3 * paces[0])
-
-    def errors() -> list[float]:
-        seen = [one for found in cases for one in report.observations(found, "rung2")]
-        return list(leave_out.errors(seen).values())
-
-    assert errors() == pytest.approx([0.0] * 3, abs=1e-9)
-    cases[1]["yardstick"]["failure"] = {"stage": "profile", "kind": "crash", "message": ""}
-    assert report.pace_of(cases[1]) is None and max(errors()) > 0.2
-    row = report.sample_row(cases[2])
-    assert row is not None and row["pace"] == paces[2]
 
 
 def test_tables_go_between_the_markers_of_a_page(tmp_path: pathlib.Path) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.cost import MODEL_REVISION
-from autoshard.driver import compiling
-from autoshard.journal import Journal, opened
+from autoshard.calibrate import calibrated
+from autoshard.cost import MODEL_REVISION, Constants
+from autoshard.journal import Journal
+from autoshard.pricing import cost_model
+from autoshard.target import Target
 from autoshard.trial import Stage
 from experiments import pairs
 from experiments.fidelity_parts import (
@@ -106,15 +108,12 @@ def chosen(
     kept: Store, calibration: pathlib.Path, seed: int, size: sampling.Size, width: int = 64
 ) -> tuple[list[tuple[str, ...]], sampling.Sample, Any]:
     task = Task(part="sample", case="tiny", devices=8)
-    own = Store(results=kept.results, runs=kept.runs)
-    kept.runs.mkdir(exist_ok=True)
-    if not own.calibration.is_symlink():
-        own.calibration.symlink_to(calibration)
     ledger = sampling.open_ledger(
         task,
         TinyCase(width=width),
-        own,
+        kept,
         Journal(),
+        cost_model(sampling.target_of(task), calibration),
         seed=seed,
         budget=autoshard.Budget(candidates=40),
     )
@@ -189,6 +188,17 @@ def test_a_case_goes_through_search_sample_and_report(
     )
     monkeypatch.setattr(pairs, "_NEAR", 1e9)
     monkeypatch.setattr(pairs, "_PROCESSES", (2, 2))
+    searched_with = calibrated(sampling.target_of(task), calibration)
+    slow_today = dataclasses.replace(
+        searched_with, contract_flops_per_s=searched_with.contract_flops_per_s / 3
+    )
+    drawn: list[int] = []
+
+    def calibrate(target: Target, draws: int) -> Constants:
+        drawn.append(draws)
+        return slow_today
+
+    monkeypatch.setattr(measuring, "calibrate", calibrate)
     measuring.run(task, case, kept, settings=settings, **options)
     found = store.read(kept.result(task))
     assert found is not None and found["failed"] == ""
@@ -200,9 +210,8 @@ def test_a_case_goes_through_search_sample_and_report(
     assert all(not pair["failed"] and len(pair["first_s"]) >= 40 for pair in found["fresh"])
     assert all(len(pair["processes"]) == 2 for pair in found["fresh"])
     assert found["planned"] == plan["candidate"] and found["model_revision"] == MODEL_REVISION
-    beside = found["yardstick"]
-    assert set(beside["rounds"]) == {0, 1} and beside["failure"] is None
-    assert beside["rung2"]["communication_s"] > 0 and "yardstick" not in names_of(found)
+    # It is priced by the machine of its own hour, not by that of the search.
+    assert drawn == [settings.draws] and Constants.from_json(found["constants"]) == slow_today
 
     results = report.load(kept, ["tiny", "absent"], [8])
     summary = report.summarise(results)
@@ -212,21 +221,11 @@ def test_a_case_goes_through_search_sample_and_report(
     assert row["hand"] is None and summary["rows"][1]["search"] is None
     store.write(kept.results / "summary.json", summary)  # has no NaN
 
-    # An interrupted sample goes on from its journal: nothing is compiled a second time.
-    monkeypatch.setattr(compiling, "compile_in_process", lambda request: pytest.fail("compiled"))
-    with opened(kept.run_folder(task) / "sample.jsonl") as log:
-        ledger = sampling.open_ledger(task, case, kept, log, seed=0, budget=budget)
-        sample = sampling.choose(ledger, measuring._finalists(kept, task), settings.size)
-    again = [measuring.rung_to_json(ledger.rows[one.row].compiled) for one in sample.programs]
-    assert again == [p["rung2"] for p in found["programs"]]
-    monkeypatch.undo()
-
     # Another model of cost gives other predictions of the same programs; their times stay.
     path = kept.result(task)
     stale = json.loads(path.read_text())
     for program in stale["programs"]:
         program["rung1"] = program["rung2"] = {"time_s": 1.0}
-    stale["yardstick"]["rung2"] = {"time_s": 1.0}
     store.write(path, stale)
     task = dataclasses.replace(task, part="predict")
     predicting.run(task, case, kept, **options)
@@ -239,33 +238,23 @@ def test_a_case_goes_through_search_sample_and_report(
         for rung in ("rung1", "rung2"):
             assert after[rung]["time_s"] == pytest.approx(before[rung]["time_s"])
             assert after[rung]["peak_memory_bytes"] == before[rung]["peak_memory_bytes"]
-    said = anew["yardstick"]["rung2"]["time_s"]
-    assert said == pytest.approx(beside["rung2"]["time_s"])
-    assert report.pace_of(anew) == pytest.approx(report.pace_of(found))
 
-    # On a machine of another kind the constants are the sample's, and today's where it has none.
+    # The constants are the sample's, and this machine's where it has none.
     constants = {**anew["constants"], "contract_flops_per_s": 1.0}
     del constants["folds_sums"]
-    store.write(path, {**anew, "machine": "another", "constants": constants})
+    store.write(path, {**anew, "constants": constants})
     predicting.run(task, case, kept, **options)
     elsewhere = store.read(path)
-    assert elsewhere is not None and elsewhere["machine"] == "another"
+    assert elsewhere is not None
     assert elsewhere["constants"] == {**anew["constants"], "contract_flops_per_s": 1.0}
     for before, after in zip(anew["programs"], elsewhere["programs"], strict=True):
         for rung in ("rung1", "rung2"):
             assert after[rung]["time_s"] > 1000 * before[rung]["time_s"]
-    assert elsewhere["yardstick"]["rung2"]["time_s"] > 1000 * said
 
     # A program that was never measured gets no prediction beside another one's time.
     anew["programs"][0]["module"] = "0" * 64
     store.write(path, anew)
     with pytest.raises(predicting.OtherProgramsError, match=r"1 of .* delete .*sample\.json"):
-        predicting.run(task, case, kept, **options)
-    assert store.read(path) == anew
-    anew["programs"][0]["module"] = found["programs"][0]["module"]
-    anew["yardstick"]["module"] = "0" * 64
-    store.write(path, anew)
-    with pytest.raises(predicting.OtherProgramsError, match="yardstick"):
         predicting.run(task, case, kept, **options)
     assert store.read(path) == anew
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from autoshard.trial import Failure, Kind, Stage
-from experiments.fidelity_parts import timing, yardstick
+from experiments.fidelity_parts import timing
 
 
 class FakeBench:
@@ -72,22 +72,6 @@ def test_a_program_that_breaks_says_so_and_the_others_go_on() -> None:
     assert len(ran["a"].samples_s) == 6
     assert ran["b"].failure is not None and ran["b"].samples_s == ()
     assert ran["c"].failure is not None and ran["c"].failure.message == "broke"
-
-
-def test_with_a_yardstick_beside_them_both_benches_are_renewed() -> None:
-    benches: list[Any] = [FakeBench({"a": 0.1}, {}), FakeBench({yardstick.NAME: 0.1}, {})]
-    yardstick.Beside(*benches).renew()
-    assert [bench.renewed for bench in benches] == [1, 1]
-
-
-def test_the_yardstick_s_first_step_after_a_pause_is_not_recorded() -> None:
-    programs, own = FakeBench({"a": 0.1}, {}), FakeBench({yardstick.NAME: 0.2}, {})
-    benches: list[Any] = [programs, own]
-    beside = yardstick.Beside(*benches)
-    assert beside.run("a", 1) == (0.1,) and programs.runs == ["a"]
-    assert beside.run(yardstick.NAME, 1) == (0.2,) * 5 and len(own.runs) == 2
-    own.breaks[yardstick.NAME] = 2
-    assert isinstance(beside.run(yardstick.NAME, 1), Failure)
 
 
 def test_fresh_pairs_take_the_bench_s_own_times() -> None:
