@@ -22,9 +22,6 @@ from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import stop_workers
 from autoshard.trial import Estimate, Failure, Kind, Stage
 
-WORKERS = 2
-"""Processes that compile at the same time, at most: each takes gigabytes."""
-
 
 class _Asked(NamedTuple):
     """A row that a worker compiles."""
@@ -56,7 +53,7 @@ class Compiling:
         if self._executor is not None or (target.is_here and target.platform != "cpu"):
             yield
             return
-        workers = min(WORKERS, os.cpu_count() or 1)
+        workers = min(2, os.cpu_count() or 1)
         threads: list[int] = []
         pool = concurrent.futures.ThreadPoolExecutor(
             workers, "autoshard-compile", lambda: threads.append(threading.get_ident())

@@ -15,7 +15,6 @@ def propagate_all(
     strategy: Strategy | None,
     share: float,
     after_baselines: Callable[[], None] = lambda: None,
-    midway: Callable[[], None] = lambda: None,
 ) -> None:
     """Judges candidates until the strategies or the budget end.
 
@@ -23,10 +22,8 @@ def propagate_all(
       strategy: for every subject; default exhaustive where the space is small, else beam.
       share: part of the budget's seconds that rung 1 may take.
       after_baselines: called when the baselines are judged and nothing else is.
-      midway: called when half of what the budget has room for beside them is; not where the
-        strategies end before.
     """
-    _Propagation(ledger, strategy).run(share, after_baselines, midway)
+    _Propagation(ledger, strategy).run(share, after_baselines)
 
 
 class _Propagation:
@@ -44,16 +41,13 @@ class _Propagation:
             return Exhaustive()
         return Beam(self._ledger.limit_bytes)
 
-    def run(
-        self, share: float, after_baselines: Callable[[], None], midway: Callable[[], None]
-    ) -> None:
+    def run(self, share: float, after_baselines: Callable[[], None]) -> None:
         ledger, limit = self._ledger, self._ledger.budget.candidates
         ledger.tell(Stage.PROPAGATE, 0, limit, "judging the baselines")
         for i, subject in enumerate(ledger.subjects):
             for baseline in baselines(subject.space):
                 self._judge(i, baseline.candidate, baseline.name)
         after_baselines()
-        half = (len(ledger.rows) + limit + 1) // 2
         live = list(range(len(ledger.subjects)))
         while live and len(ledger.rows) < limit:
             # The subject that is furthest behind goes next, so that knobs share the budget.
@@ -71,8 +65,6 @@ class _Propagation:
                     live = []
                     break
                 self._judge(i, candidate, "")
-                if len(ledger.rows) == half:
-                    midway()
             ledger.journal.sync()
         ledger.tell(Stage.PROPAGATE, len(ledger.rows), limit, "layouts judged")
 

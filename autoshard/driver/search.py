@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autoshard.budget import Budget, Callback
 from autoshard.cost import Correction, CostModel
-from autoshard.driver.compiling import WORKERS, Compiling
+from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger, Subject
 from autoshard.driver.measuring import Measuring, opened_bench
 from autoshard.driver.promoting import (
@@ -145,16 +145,8 @@ def _climb(
         with ledger.timed("compile"):
             compiling.begin(first, share)
 
-    def begin_best() -> None:
-        # A worker that has no baseline would wait for the end of rung 1.
-        idle = min(WORKERS, budget.compiles - spared) - len(first)
-        more = promoted(ledger, max(0, idle), first)
-        first.extend(more)
-        with ledger.timed("compile"):
-            compiling.begin(more, share)
-
     with ledger.timed("propagate"):
-        propagate_all(ledger, strategy, RUNG1_SHARE, begin_baselines, begin_best)
+        propagate_all(ledger, strategy, RUNG1_SHARE, begin_baselines)
     with ledger.timed("compile"):
         room = max(0, budget.compiles - spared - len(first))
         room = min(room, budget.profiles or room)

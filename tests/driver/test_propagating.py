@@ -5,7 +5,6 @@ import dataclasses
 from collections import Counter
 
 import jax
-import pytest
 
 import autoshard
 from autoshard.layout import Candidate, Layout
@@ -79,9 +78,7 @@ def test_the_baselines_come_first_and_more_are_told_of_as_they_come(quick):
     assert [e.done for e in told if e.text == "propagating layouts"] == [10, 20]
 
 
-@pytest.mark.parametrize(("compiles", "first", "last"), [(4, 2, 2), (2, 1, 2)])
-def test_workers_compile_while_rung_1_goes_on(calibration, compiles, first, last):
-    """Half are begun before the strategy is asked; a worker that is idle gets the best midway."""
+def test_the_baselines_are_being_compiled_while_rung_1_goes_on(calibration):
     begun = []
 
     class Watching(concurrent.futures.ThreadPoolExecutor):
@@ -99,12 +96,11 @@ def test_workers_compile_while_rung_1_goes_on(calibration, compiles, first, last
         plan = autoshard.search(
             mlp,
             jax.devices(),
-            budget=dataclasses.replace(BUDGET, compiles=compiles),
+            budget=dataclasses.replace(BUDGET, compiles=4),
             calibration=calibration,
             executor=executor,
-            strategy=Noting(batch=1),
+            strategy=Noting(batch=4),
         )
-    assert (seen[0], seen[-1]) == (first, last)
+    assert seen[0] == 2, "half of the compilations were begun before the strategy was asked"
     compiled = [t for t in plan.evidence.trials if t.compiled is not None]
-    assert len(compiled) == compiles
-    assert all(isinstance(t.compiled, Estimate) for t in compiled)
+    assert len(compiled) == 4 and all(isinstance(t.compiled, Estimate) for t in compiled)

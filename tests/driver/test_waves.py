@@ -54,16 +54,7 @@ def climbed(ledger, monkeypatch):
             row(i, f"baseline {i}" if i < baselines else "", propagated=estimate(t))
             for i, t in enumerate(times_s)
         ]
-
-        def propagated(ledger, strategy, share, after_baselines, midway):
-            every = ledger.rows
-            ledger.rows = every[:baselines]
-            after_baselines()
-            ledger.rows = every[: (baselines + len(every)) // 2]
-            midway()
-            ledger.rows = every
-
-        monkeypatch.setattr(search, "propagate_all", propagated)
+        monkeypatch.setattr(search, "propagate_all", lambda ledger, a, b, begin: begin())
         monkeypatch.setattr(search, "opened_bench", lambda ledger: contextlib.nullcontext())
         compiler, clock = Compiler(ledger, slower or {}), Clock(ledger, broken)
         search._climb(ledger, compiler, clock, None)
@@ -84,19 +75,6 @@ def test_nothing_is_measured_and_half_of_the_compilations_is_for_what_is_found(c
     times = [1.0 + i / 100 for i in range(14)] + [1.01 + i / 1000 for i in range(30)]
     climbed(times, 14, compiles=5, profiles=0)
     assert [i for i, r in enumerate(ledger.rows) if r.compiled] == [0, 1, 2, 14, 15]
-
-
-@pytest.mark.parametrize(
-    ("compiles", "compiled"),
-    [(1, [0]), (2, [0, 11]), (3, [0, 1, 13]), (4, [0, 1, 12, 13])],
-)
-def test_of_few_compilations_one_need_not_wait_for_the_end_of_rung_1(
-    climbed, ledger, compiles, compiled
-):
-    """Row 11 is the best that midway is known, 13 and 12 of all."""
-    times = [1.0 + i / 100 for i in range(10)] + [0.99, 0.9, 0.8, 0.7]
-    climbed(times, 10, compiles=compiles, profiles=0)
-    assert [i for i, r in enumerate(ledger.rows) if r.compiled] == compiled
 
 
 def test_hopeless_baselines_leave_their_place_to_the_best(climbed, ledger):
