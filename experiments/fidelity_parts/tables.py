@@ -164,7 +164,7 @@ def _regret_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
 def _rank_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     sample = row["sample"]
     if sample is None:
-        return (*_head(row), Cell("not run", red=True), *[Cell("")] * 10)
+        return (*_head(row), Cell("not run", red=True), *[Cell("")] * 9)
     cells = [*_head(row)]
     for kind in ("tau", "tau_near"):
         taus = {rung: sample.get(f"{rung}_{kind}") for rung in ("rung1", "rung2")}

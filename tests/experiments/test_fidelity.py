@@ -270,6 +270,13 @@ def test_no_figure_but_the_ranks_is_kept_from_a_program_that_failed() -> None:
     assert len(report.observations(data.sample(broken), "rung1")) == 4
 
 
+def test_every_row_of_a_table_has_its_columns() -> None:
+    for parts in ({}, {"sample": None, "search": None, "hand": None}):
+        for table in tables.all_tables(report.summarise(results(**parts))):
+            widths = {len(table.heads), *(len(row) for row in table.rows)}
+            assert len(widths) == 1, table.title
+
+
 def test_tables_go_between_the_markers_of_a_page(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
