@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from autoshard.budget import Budget, Callback
+from autoshard.budget import Budget, Callback, Event
 from autoshard.compat.noise import start_jax
 from autoshard.driver import Found, Subject, run_search
 from autoshard.errors import NoPlanError, TargetError
@@ -22,6 +22,7 @@ from autoshard.pricing import cost_model
 from autoshard.strategy import Strategy
 from autoshard.subjects import KnobValue, ModelFn, check_samples, make_subject, trace_all
 from autoshard.target import Target, find_target
+from autoshard.trial import Stage
 from autoshard.validity import checked_plan
 
 
@@ -91,13 +92,21 @@ def search(
         start_jax()
         budget = dataclasses.replace(budget, profiles=0)
     limit = int(target.memory_bytes * (1 - memory_headroom))
+
+    def tell(done: int, text: str) -> None:
+        for callback in callbacks:
+            callback(Event(stage=Stage.TRACE, done=done, total=3, text=text))
+
     with opened(journal) as log:
+        tell(0, "tracing the step")
         programs, notes = trace_all(model_fn, knobs, keep_constraints)
         if target.is_here and budget.profiles:
             check_samples(programs, seed)
         as_subject = functools.partial(make_subject, target=target, mesh_shape=mesh_shape, fix=fix)
+        tell(1, "reading the program")
         subjects = [as_subject(p) for p in programs]
-        cost = cost_model(target, calibration)
+        cost = cost_model(target, calibration, lambda: tell(2, "calibrating: once for a machine"))
+        tell(3, "ready for layouts")
         folder = log.path.parent if log.path is not None else None
         found = run_search(
             subjects,

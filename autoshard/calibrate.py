@@ -298,11 +298,16 @@ def _collective(target: Target, kind: str, group: int, size: int) -> Run:
     return lambda: jax.block_until_ready(compiled(array))
 
 
-def calibrated(target: Target, folder: str | os.PathLike[str] | None = None) -> Constants:
+def calibrated(
+    target: Target,
+    folder: str | os.PathLike[str] | None = None,
+    on_measuring: Callable[[], None] = lambda: None,
+) -> Constants:
     """The constants of a target, from the file of an earlier calibration if there is one.
 
     Args:
       folder: where calibrations are kept; default `~/.cache/autoshard`.
+      on_measuring: called before the target is measured, where there is no such file.
     """
     keep = pathlib.Path(folder) if folder is not None else pathlib.Path.home() / ".cache/autoshard"
     chip = None if target.shared_host else chip_of_kind(target.device_kind)
@@ -326,6 +331,7 @@ def calibrated(target: Target, folder: str | os.PathLike[str] | None = None) -> 
             return constants
     except (OSError, ValueError, KeyError, TypeError):
         pass  # none yet, or damaged: measure
+    on_measuring()
     constants = calibrate(target)
     with _suppressing_os_errors():
         keep.mkdir(parents=True, exist_ok=True)

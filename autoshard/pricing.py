@@ -1,6 +1,7 @@
 """The model of time of a target: calibrated where it is here, else from the catalogue."""
 
 import os
+from collections.abc import Callable
 
 from autoshard.calibrate import calibrated
 from autoshard.cost import (
@@ -16,15 +17,20 @@ from autoshard.target import Target
 from autoshard.topology import Topology
 
 
-def cost_model(target: Target, calibration: str | os.PathLike[str] | None = None) -> CostModel:
+def cost_model(
+    target: Target,
+    calibration: str | os.PathLike[str] | None = None,
+    on_measuring: Callable[[], None] = lambda: None,
+) -> CostModel:
     """What kernels and collectives cost on a target.
 
     Args:
       calibration: folder that keeps calibrations of live targets; default in the user's cache.
+      on_measuring: called before a live target without a calibration is measured.
     """
     if target.topology is not None:
         return CostModel(catalogued(target.topology), network=Network(target.topology))
-    return CostModel(calibrated(target, calibration))
+    return CostModel(calibrated(target, calibration, on_measuring))
 
 
 def catalogued(topology: Topology) -> Constants:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import api
+from autoshard import api, calibrate
 from autoshard.driver import compiling, ledger
 from autoshard.driver.search import FIRST_WAVE_ROUNDS
 from autoshard.layout import Candidate
@@ -86,9 +86,20 @@ def test_the_winner_is_the_best_measured_and_the_ranking_holds_only_what_fits(se
 
 def test_the_callbacks_hear_of_every_stage(searched):
     stages = [e.stage for e in searched.events]
-    assert list(dict.fromkeys(stages)) == [Stage.PROPAGATE, Stage.COMPILE, Stage.PROFILE]
+    assert list(dict.fromkeys(stages)) == list(Stage)
     assert all(0 <= e.done <= max(e.total, e.done) and e.text for e in searched.events)
     assert searched.events[0].best_s is None and searched.events[-1].best_s > 0
+
+
+def test_a_calibration_is_told_of_where_there_is_none(quick, searched, tmp_path, monkeypatch):
+    found = calibrate.calibrated(find_target(DEVICES), searched.calibration)
+    monkeypatch.setattr(calibrate, "calibrate", lambda target: found)
+    for expected in (True, False):
+        told = []
+        quick(calibration=tmp_path, callbacks=(told.append,))
+        texts = [e.text for e in told if e.stage is Stage.TRACE]
+        assert texts[:2] == ["tracing the step", "reading the program"]
+        assert ("calibrating: once for a machine" in texts) == expected
 
 
 def test_without_measuring_the_best_estimate_wins(quick, searched):

@@ -203,6 +203,13 @@ def test_a_folder_that_cannot_be_written_only_costs_time(measuring, constants, t
     assert len(measuring) == 2
 
 
+def test_only_a_target_that_is_measured_is_told_of(measuring, tmp_path):
+    told = []
+    for _ in range(2):
+        calibrated(TARGET, tmp_path, lambda: told.append(len(measuring)))
+    assert told == [0] and len(measuring) == 1
+
+
 def test_the_default_folder_is_in_the_users_cache(measuring, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     calibrated(TARGET)
