@@ -46,7 +46,7 @@ from autoshard.target import Target
 
 REVISION = 13
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
-_DRAWS = 5  # of 3 s each on two cores; one of them is off by a tenth, all of it and each probe
+_DRAWS = 5  # of 3 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
 _TURNS = (2, 6)
