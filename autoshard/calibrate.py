@@ -324,15 +324,13 @@ def calibrated(
         ]
     )
     path = keep / f"calibration-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        constants = Constants.from_json(data["constants"])
-        if data["digest"] == constants.digest:
-            return constants
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # none yet, or damaged: measure
+    if (found := _kept(path)) is not None:
+        return found
     on_measuring()
     constants = calibrate(target)
+    # Who measured at the same time and was done before has the constants of all.
+    if (found := _kept(path)) is not None:
+        return found
     with _suppressing_os_errors():
         keep.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.tmp")
@@ -350,6 +348,16 @@ def calibrated(
         )
         partial.replace(path)
     return constants
+
+
+def _kept(path: pathlib.Path) -> Constants | None:
+    """The constants in a file; None where there is none, or it is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        constants = Constants.from_json(data["constants"])
+        return constants if data["digest"] == constants.digest else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _suppressing_os_errors() -> contextlib.suppress:

@@ -210,6 +210,18 @@ def test_only_a_target_that_is_measured_is_told_of(measuring, tmp_path):
     assert told == [0] and len(measuring) == 1
 
 
+def test_two_that_measure_at_the_same_time_agree(constants, tmp_path, monkeypatch):
+    others = dataclasses.replace(constants, launch_s=2 * constants.launch_s)
+
+    def meanwhile(target):
+        monkeypatch.setattr(calibrate, "calibrate", lambda target: others)
+        assert calibrated(target, tmp_path) == others
+        return constants
+
+    monkeypatch.setattr(calibrate, "calibrate", meanwhile)
+    assert calibrated(TARGET, tmp_path) == others == calibrated(TARGET, tmp_path)
+
+
 def test_the_default_folder_is_in_the_users_cache(measuring, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     calibrated(TARGET)
