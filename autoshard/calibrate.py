@@ -7,9 +7,9 @@ accelerator comes from its catalogue entry, where it has one: the clock of the c
 and the rates of other dtypes than bf16 and f32. All samples are taken in rounds over every probe,
 and the least of each is used: what else runs on the machine only ever adds time, and on a busy one
 the medians of a probe and of the empty program that is taken off it can come in the wrong order.
-The least of some seconds is luck too, so several such draws are made, and the median over them is
-taken (`docs/decisions/0017`).
-What is kept is a JSON file with the date and a digest; a target is calibrated once.
+The least of some seconds is luck too: it is drawn several times, and the median over the draws is
+taken (`docs/decisions/0017`). What is kept is a JSON file with the date and a digest; a target is
+calibrated once.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ _LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a
 
 
 def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
-    """Measures a target: some twenty seconds, on an accelerator minutes with the compiles.
+    """Measures a target: some twenty seconds on two cores; probes of an accelerator are larger.
 
     Args:
       draws: how often all is measured; the median counts.

@@ -244,10 +244,10 @@ def test_a_case_goes_through_search_sample_and_report(
     del constants["folds_sums"]
     store.write(path, {**anew, "constants": constants})
     predicting.run(task, case, kept, **options)
-    elsewhere = store.read(path)
-    assert elsewhere is not None
-    assert elsewhere["constants"] == {**anew["constants"], "contract_flops_per_s": 1.0}
-    for before, after in zip(anew["programs"], elsewhere["programs"], strict=True):
+    lacking = store.read(path)
+    assert lacking is not None
+    assert lacking["constants"] == {**anew["constants"], "contract_flops_per_s": 1.0}
+    for before, after in zip(anew["programs"], lacking["programs"], strict=True):
         for rung in ("rung1", "rung2"):
             assert after[rung]["time_s"] > 1000 * before[rung]["time_s"]
 
