@@ -8,18 +8,11 @@ and the rates of other dtypes than bf16 and f32. All samples are taken in rounds
 and the least of each is used: what else runs on the machine only ever adds time, and on a busy one
 the medians of a probe and of the empty program that is taken off it can come in the wrong order.
 The least of some seconds is luck too: it is drawn several times, and the median over the draws is
-taken (`docs/decisions/0017`). What is kept is a JSON file with the date and a digest; a target is
-calibrated once.
+taken (`docs/decisions/0017`). `calibrations` keeps what is found.
 """
 
-import contextlib
 import datetime
-import functools
-import hashlib
-import json
 import math
-import os
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -296,81 +289,3 @@ def _collective(target: Target, kind: str, group: int, size: int) -> Run:
     array = jax.jit(lambda: jnp.full((n, size), 0.5, jnp.float32), out_shardings=sharding)()
     compiled = jax.jit(mapped).lower(array).compile()
     return lambda: jax.block_until_ready(compiled(array))
-
-
-def calibrated(
-    target: Target,
-    folder: str | os.PathLike[str] | None = None,
-    on_measuring: Callable[[], None] = lambda: None,
-) -> Constants:
-    """The constants of a target, from the file of an earlier calibration if there is one.
-
-    Args:
-      folder: where calibrations are kept; default `~/.cache/autoshard`.
-      on_measuring: called before the target is measured, where there is no such file.
-    """
-    keep = pathlib.Path(folder) if folder is not None else pathlib.Path.home() / ".cache/autoshard"
-    chip = None if target.shared_host else chip_of_kind(target.device_kind)
-    identity = "|".join(
-        [
-            str(REVISION),
-            target.platform,
-            target.device_kind,
-            str(target.device_count),
-            jax.__version__,
-            " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),  # they make other programs
-            _host(),
-            chip.digest if chip else "",
-        ]
-    )
-    path = keep / f"calibration-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
-    if (found := _kept(path)) is not None:
-        return found
-    on_measuring()
-    constants = calibrate(target)
-    # Who measured at the same time and was done before has the constants of all.
-    if (found := _kept(path)) is not None:
-        return found
-    with _suppressing_os_errors():
-        keep.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(
-            json.dumps(
-                {
-                    "identity": identity,
-                    "date": constants.date,
-                    "digest": constants.digest,
-                    "constants": constants.to_json(),
-                },
-                indent=1,
-            ),
-            encoding="utf-8",
-        )
-        partial.replace(path)
-    return constants
-
-
-def _kept(path: pathlib.Path) -> Constants | None:
-    """The constants in a file; None where there is none, or it is damaged."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        constants = Constants.from_json(data["constants"])
-        return constants if data["digest"] == constants.digest else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _suppressing_os_errors() -> contextlib.suppress:
-    return contextlib.suppress(OSError)  # a cache that cannot be written is only slower
-
-
-@functools.lru_cache(maxsize=1)
-def _host() -> str:
-    """What tells one host from another: its name, its processors, its memory."""
-    model = ""
-    with _suppressing_os_errors():
-        for line in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return f"{model}|{os.cpu_count()}|{np.__version__}"

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from autoshard.calibrate import calibrated
+from autoshard.calibrations import calibrated
 from autoshard.cost import (
     COMBINES_SUMS,
     GATHERS_AT_ONCE,

@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 import autoshard
-from autoshard.calibrate import calibrated, chip_of_kind
+from autoshard.calibrate import chip_of_kind
+from autoshard.calibrations import calibrated
 from autoshard.catalogue import Chip
 from autoshard.compat.compilers import compiler_version
 from autoshard.cost import Constants

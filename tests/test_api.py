@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import api, calibrate
+from autoshard import api, calibrate, calibrations
 from autoshard.driver import compiling, ledger
 from autoshard.driver.search import FIRST_WAVE_ROUNDS
 from autoshard.layout import Candidate
@@ -92,7 +92,7 @@ def test_the_callbacks_hear_of_every_stage(searched):
 
 
 def test_a_calibration_is_told_of_where_there_is_none(quick, searched, tmp_path, monkeypatch):
-    found = calibrate.calibrated(find_target(DEVICES), searched.calibration)
+    found = calibrations.calibrated(find_target(DEVICES), searched.calibration)
     monkeypatch.setattr(calibrate, "calibrate", lambda target: found)
     for expected in (True, False):
         told = []

@@ -10,7 +10,6 @@ import pytest
 from autoshard import calibrate
 from autoshard.calibrate import (
     beyond_caches,
-    calibrated,
     chip_of_kind,
     fresh_s_per_byte,
     least_of_rounds,
@@ -18,6 +17,7 @@ from autoshard.calibrate import (
     rates_by_dtype,
     transposed_s,
 )
+from autoshard.calibrations import calibrated
 from autoshard.catalogue import catalogue
 from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants
 from autoshard.probes import Effort, on_accelerator

@@ -30,6 +30,7 @@ LAYERS = (
         "lowering",
         "cost",
         "calibrate",
+        "calibrations",
         "probes",
         "network",
         "pricing",

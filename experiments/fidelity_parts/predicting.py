@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.budget import Budget, Callback
-from autoshard.calibrate import calibrated
+from autoshard.calibrations import calibrated
 from autoshard.cost import MODEL_REVISION, Constants, CostModel
 from autoshard.driver.compiling import Compiling
 from autoshard.journal import opened

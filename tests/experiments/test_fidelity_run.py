@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.calibrate import calibrated
+from autoshard.calibrations import calibrated
 from autoshard.cost import MODEL_REVISION, Constants
 from autoshard.journal import Journal
 from autoshard.pricing import cost_model
