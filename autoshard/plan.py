@@ -17,7 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.layout import Candidate, Layout, Spec, Wording
 from autoshard.lowering import jit_step, lower_step, shapes, shardings
 from autoshard.module import Module
-from autoshard.program import Leaf, Program
+from autoshard.program import Leaf, Program, held_dtype
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.target import Target
@@ -271,7 +271,8 @@ class Plan:
             raise PlanError(f"the {word} has structure {got}, expected {treedef}")
         for x, leaf in zip(flat, leaves, strict=True):
             shape, dtype = np.shape(x), getattr(x, "dtype", None)
-            if tuple(shape) != leaf.shape or (dtype is not None and dtype != leaf.dtype):
+            held = None if dtype is None else held_dtype(dtype)
+            if tuple(shape) != leaf.shape or held not in (None, leaf.dtype):
                 raise PlanError(
                     f"{leaf.path}: got {dtype}{list(shape)}, expected"
                     f" {leaf.dtype}{list(leaf.shape)}"

@@ -28,7 +28,7 @@ class Leaf:
       path: where it is, such as `state['params']['w']`.
       key: the same path without the leading word, as `jax.tree_util.keystr` writes it.
       shape: of the logical array; a PRNG key array has the shape of its keys.
-      dtype: JAX dtype, possibly an extended one (PRNG keys).
+      dtype: as JAX holds it, possibly an extended one (PRNG keys).
     """
 
     path: str
@@ -182,7 +182,7 @@ def trace_function(
     """
 
     def flat_shapes(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), held_dtype(x.dtype)), tree)
 
     shapes = (flat_shapes(state), flat_shapes(batch))
     with _note("while tracing a function given to plan.jit"):
@@ -220,7 +220,13 @@ def _abstract(x: object) -> jax.ShapeDtypeStruct:
         raise WorkloadError(
             f"Workload.batch must be a pytree of jax.ShapeDtypeStruct, got a leaf {x!r}"
         )
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype))
+
+
+def held_dtype(dtype: Any) -> np.dtype:
+    """What JAX holds values of a dtype as: without `jax_enable_x64` 64 bits become 32."""
+    held: np.dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return held
 
 
 class _note:
@@ -382,13 +388,13 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
         if tree != program.batch_tree:
             raise WorkloadError(f"sample(key) must have the structure of batch, got {tree}")
         for leaf, value in zip(program.batch, flat, strict=True):
-            shape, dtype = np.shape(value), getattr(value, "dtype", type(value).__name__)
-            if shape != leaf.shape or dtype != leaf.dtype:
+            shape, dtype = np.shape(value), getattr(value, "dtype", None)
+            if shape != leaf.shape or dtype is None or held_dtype(dtype) != leaf.dtype:
                 raise WorkloadError(
-                    f"sample(key) gives {leaf.path} as {dtype}{list(shape)},"
-                    f" expected {leaf.dtype}{list(leaf.shape)}"
+                    f"sample(key) gives {leaf.path} as {dtype or type(value).__name__}"
+                    f"{list(shape)}, expected {leaf.dtype}{list(leaf.shape)}"
                 )
-        return [_physical(v) for v in flat]
+        return [_physical(leaf, v) for leaf, v in zip(program.batch, flat, strict=True)]
     rng = np.random.default_rng(seed)
     values = []
     for leaf in program.batch:
@@ -401,10 +407,8 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
     return values
 
 
-def _physical(value: object) -> np.ndarray:
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    return np.asarray(value)
+def _physical(leaf: Leaf, value: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(value)) if leaf.is_key else np.asarray(value, leaf.dtype)
 
 
 def digest(text: str) -> str:

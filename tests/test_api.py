@@ -436,3 +436,39 @@ def test_a_measured_search_of_synthetic_batches_says_so(quick):
     assert plan.evidence.notes == (
         "measured with synthetic batches: floats normal, integers 0 or 1",
     )
+
+
+def test_labels_of_64_bits_are_held_in_32_as_jit_holds_them(calibration):
+    rng = np.random.default_rng(0)
+
+    def drawn(seed):
+        shape = (workloads.BATCH,)
+        labels = np.random.default_rng(seed).integers(0, 4, shape)
+        return {"x": rng.normal(size=(*shape, 8)), "label": labels}
+
+    def model_fn():
+        def step(state, batch):
+            def loss(w):
+                logits = jax.nn.log_softmax(batch["x"].astype("float32") @ w)
+                return -jnp.mean(jnp.take_along_axis(logits, batch["label"][:, None], 1))
+
+            value, slope = jax.value_and_grad(loss)(state)
+            return state - slope, {"loss": value}
+
+        return autoshard.Workload(
+            step=step,
+            init=lambda: jnp.zeros((8, 4)),
+            batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drawn(0)),
+            sample=lambda key: drawn(int(jax.random.bits(key)) % 100),
+        )
+
+    assert drawn(0)["label"].dtype == np.int64
+    budget = autoshard.Budget(candidates=4, compiles=1, profiles=1, rounds=2)
+    plan = autoshard.search(model_fn, DEVICES[:2], budget=budget, calibration=calibration)
+    assert plan.trial.profiled.numerics == "exact"
+    state = plan.init()
+    for batch in (drawn(1), plan.put(drawn(2))):
+        state, metrics = plan.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    evaluated = plan.jit(lambda state, batch: jnp.max(batch["label"]))(state, drawn(3))
+    assert evaluated == drawn(3)["label"].max()
