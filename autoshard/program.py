@@ -5,7 +5,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any  # the user's own pytrees have no narrower type
+from typing import Any, cast  # the user's own pytrees have no narrower type than Any
 
 import jax
 import jax.numpy as jnp
@@ -225,8 +225,7 @@ def _abstract(x: object) -> jax.ShapeDtypeStruct:
 
 def held_dtype(dtype: Any) -> np.dtype:
     """What JAX holds values of a dtype as: without `jax_enable_x64` 64 bits become 32."""
-    held: np.dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
-    return held
+    return cast(np.dtype, jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
 class _note:

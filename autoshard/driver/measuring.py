@@ -12,6 +12,7 @@ from autoshard.program import sample_batch
 from autoshard.rungs import profile
 from autoshard.rungs.bench import Bench, Benches
 from autoshard.rungs.bench_client import ChildBench
+from autoshard.rungs.checking import Finalist
 from autoshard.rungs.race import Footprint, RaceSettings
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Outcome, Stage
 
@@ -111,7 +112,7 @@ class Measuring:
             [sample_batch(program, ledger.seed + k) for k in range(_BATCHES)],
         )
         references: dict[str, Module] = {}
-        finalists: list[profile.Finalist] = []
+        finalists: list[Finalist] = []
         names: dict[str, int] = {}
         for i in group:
             row = ledger.rows[i]
@@ -130,7 +131,7 @@ class Measuring:
             names[name] = i
             checked = row.profiled if isinstance(row.profiled, Measurement) else None
             finalists.append(
-                profile.Finalist(
+                Finalist(
                     name=name,
                     module=module,
                     footprint=footprint(module, compiled.peak_memory_bytes),

@@ -68,8 +68,18 @@ class Benches(Protocol):
     def unload(self, name: str) -> None:
         """Frees the arrays of a program; loading it again starts from the initial state."""
 
-    def numerics(self, name: str, reference: str, steps: int = 2) -> NumericsReport | Failure:
-        """Compares with another loaded program, from the initial state; both then start again."""
+    def trust(self, name: str, module: Module, steps: int = 2) -> Failure | None:
+        """Runs a program some steps from the initial state, for others to be compared with it.
+
+        The last one trusted is the reference. Nothing of it stays on the devices.
+        """
+
+    def numerics(self, name: str, reference: str) -> NumericsReport | Failure:
+        """Compares a loaded program with the reference; it then starts again.
+
+        Raises:
+          KeyError: the reference is another, or there is none.
+        """
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,7 +115,7 @@ class Bench:
         self._initial: tuple[np.ndarray, ...] | None = None
         self._batches: tuple[tuple[np.ndarray, ...], ...] = ()
         self._entries: dict[str, _Entry] = {}
-        self._reference: tuple[tuple[str, int], Reference] | None = None
+        self._reference: tuple[str, Reference] | None = None
 
     def set_inputs(
         self, init: Module | Sequence[np.ndarray], batches: Sequence[Sequence[np.ndarray]]
@@ -124,22 +134,21 @@ class Bench:
         return caught.failure
 
     def load(self, name: str, module: Module) -> MemoryUse | Failure:
-        if has_host_callback(module):
-            return Failure(
-                stage=Stage.PROFILE,
-                kind=Kind.UNSUPPORTED,
-                message="the step calls back into Python (jax.debug.print, pure_callback, ...); "
-                "such a program cannot be measured from its bytes: remove the call",
-            )
+        if (refused := _calling_back(module)) is not None:
+            return refused
         with _Catching() as caught:
-            entry = self._entries.get(name)
-            if entry is None or entry.digest != module.digest:
-                entry = _Entry(executable=self._compile(module), digest=module.digest)
-                self._entries[name] = entry
+            entry = self._entry(name, module)
             self._place(entry)
             return entry.executable.memory
         self._entries.pop(name, None)
         return caught.expect()
+
+    def _entry(self, name: str, module: Module) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None or entry.digest != module.digest:
+            entry = _Entry(executable=self._compile(module), digest=module.digest)
+            self._entries[name] = entry
+        return entry
 
     def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
         entry = self._entries[name]
@@ -166,14 +175,31 @@ class Bench:
             entry.state = entry.batches = None
             entry.steps = 0
 
-    def numerics(self, name: str, reference: str, steps: int = 2) -> NumericsReport | Failure:
-        for used in (name, reference):
-            self.unload(used)
+    def trust(self, name: str, module: Module, steps: int = 2) -> Failure | None:
+        self._reference = None
+        if (refused := _calling_back(module)) is not None:
+            return refused
         with _Catching() as caught:
-            against = self._trusted(reference, steps)
-            entry = self._entries[name]
-            got = self._trajectory(entry.executable, self._start(), self._batches_of(steps))
-            module = entry.executable.module
+            executable = self._entry(name, module).executable
+            self.unload(name)
+            made = numerics.reference(
+                self._start(),
+                float_types(executable.module),
+                self._batches_of(steps),
+                lambda state, batches: self._trajectory(executable, state, batches),
+            )
+            self._reference = (name, made)
+        return caught.failure
+
+    def numerics(self, name: str, reference: str) -> NumericsReport | Failure:
+        trusted, against = self._reference or ("", None)
+        if against is None or trusted != reference:
+            raise KeyError(f"{reference!r} is not the reference, which is {trusted!r}: trust it")
+        self.unload(name)
+        with _Catching() as caught:
+            executable = self._entries[name].executable
+            got = self._trajectory(executable, self._start(), self._batches_of(against.steps))
+            module = executable.module
             return numerics.compare(
                 got,
                 against,
@@ -181,20 +207,6 @@ class Bench:
                 [spec.path for spec in module.outputs[module.state_count :]],
             )
         return caught.expect()
-
-    def _trusted(self, name: str, steps: int) -> Reference:
-        """The reference trajectory, kept for the next candidate."""
-        entry = self._entries[name]
-        key = (entry.digest, steps)
-        if self._reference is None or self._reference[0] != key:
-            made = numerics.reference(
-                self._start(),
-                float_types(entry.executable.module),
-                self._batches_of(steps),
-                lambda state, batches: self._trajectory(entry.executable, state, batches),
-            )
-            self._reference = (key, made)
-        return self._reference[1]
 
     def _trajectory(
         self,
@@ -252,6 +264,17 @@ class Bench:
 
     def _batches_of(self, steps: int) -> list[tuple[np.ndarray, ...]]:
         return [self._batches[i % len(self._batches)] for i in range(steps)]
+
+
+def _calling_back(module: Module) -> Failure | None:
+    if not has_host_callback(module):
+        return None
+    return Failure(
+        stage=Stage.PROFILE,
+        kind=Kind.UNSUPPORTED,
+        message="the step calls back into Python (jax.debug.print, pure_callback, ...); "
+        "such a program cannot be measured from its bytes: remove the call",
+    )
 
 
 def _copies(array: jax.Array) -> numerics.Copies:

@@ -49,12 +49,14 @@ class ChildBench:
         self._inputs: tuple[Module | list[np.ndarray], list[list[np.ndarray]]] | None = None
         self._wanted: dict[str, Module] = {}
         self._lost: dict[str, Failure] = {}
+        self._reference: tuple[str, Module, int] | None = None
 
     def set_inputs(
         self, init: Module | Sequence[np.ndarray], batches: Sequence[Sequence[np.ndarray]]
     ) -> Failure | None:
         start = init if isinstance(init, Module) else list(init)
         self._inputs = (start, [list(batch) for batch in batches])
+        self._reference = None
         self._starts = -1  # whatever child there is must be set up again
         return self._ready()
 
@@ -84,11 +86,22 @@ class ChildBench:
         if self._worker.pid is not None and self._starts == self._worker.starts:
             self._call(_unload, name)
 
-    def numerics(self, name: str, reference: str, steps: int = 2) -> NumericsReport | Failure:
-        for used in (reference, name):
-            if (failure := self._on(used)) is not None:
-                return failure
-        return self._costing(name, self._call(_numerics, name, reference, steps))
+    def trust(self, name: str, module: Module, steps: int = 2) -> Failure | None:
+        self._lost.pop(name, None)
+        self._reference = None
+        if (failure := self._ready()) is not None:
+            return failure
+        refused = self._call(_trust, name, module, steps)
+        if refused is None:
+            self._reference = (name, module, steps)
+        return refused
+
+    def numerics(self, name: str, reference: str) -> NumericsReport | Failure:
+        if (failure := self._on(name)) is not None:
+            return failure
+        if reference in self._lost:
+            return self._lost[reference]
+        return self._costing(name, self._call(_numerics, name, reference))
 
     def renew(self) -> None:
         """Ends the child; the next call starts another, with what is loaded in this one."""
@@ -121,6 +134,13 @@ class ChildBench:
             if isinstance(failure, Failure):
                 return failure
             self._starts = self._worker.starts
+            if self._reference is not None:
+                refused = self._call(_trust, *self._reference)
+                if refused is not None:
+                    self._lost[self._reference[0]] = refused
+                    self._reference = None
+                    if self._worker.pid is None:
+                        continue
             for name, module in list(self._wanted.items()):
                 loaded = self._call(_reload, name, module)
                 if isinstance(loaded, Failure):
@@ -187,5 +207,9 @@ def _unload(name: str) -> None:
     _here().unload(name)
 
 
-def _numerics(name: str, reference: str, steps: int) -> NumericsReport | Failure:
-    return _here().numerics(name, reference, steps)
+def _trust(name: str, module: Module, steps: int) -> Failure | None:
+    return _here().trust(name, module, steps)
+
+
+def _numerics(name: str, reference: str) -> NumericsReport | Failure:
+    return _here().numerics(name, reference)

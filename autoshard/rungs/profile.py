@@ -1,4 +1,4 @@
-"""Rung 3: finalists raced on the devices, traced, and checked against the unsharded step."""
+"""Rung 3: finalists whose numerics are right, raced on the devices and traced."""
 
 import dataclasses
 import pathlib
@@ -7,33 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
-from autoshard.rungs.race import Footprint, RaceSettings, race
+from autoshard.rungs.checking import Checking, Finalist
+from autoshard.rungs.race import RaceSettings, race
 from autoshard.rungs.traces import read_trace
 from autoshard.trial import DeviceProfile, Failure, Measurement
 
 _TRACED_STEPS = 2
 _LEAST_ROUNDS = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Finalist:
-    """A candidate that is measured.
-
-    Attributes:
-      name: distinct among the finalists.
-      module: the program that will run.
-      footprint: what it takes on a device, loaded and running.
-      reference: name of the unsharded program of the same knobs, "" to leave numerics unchecked.
-      checked: an earlier measurement whose numerics check stands, None if there is none.
-      traced: whether the profiler runs on it once it has been measured.
-    """
-
-    name: str
-    module: Module
-    footprint: Footprint
-    reference: str
-    checked: Measurement | None
-    traced: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,64 +46,20 @@ def judge(
 ) -> Judged:
     """Checks each finalist's numerics, races those that pass, traces those that are to be traced.
 
-    A finalist whose reference cannot run (it does not fit) is compared with the first finalist
-    that ran: `numerics` then says "relative".
+    Where a reference cannot run (it does not fit), the finalists of the same knobs are compared
+    with each other: `numerics` then says "relative".
 
     Args:
       on_failure: told of each failure at once, so that an interrupt later does not lose it.
     """
     start = {f.name: time.perf_counter() for f in finalists}
     by_name = {f.name: f for f in finalists}
-    outcomes: dict[str, Measurement | Failure] = {}
-    checked: dict[str, tuple[str, float | None, str]] = {}
-    usable: dict[str, str] = {}
-    for name, module in references.items():
-        on_progress(0, "loading the unsharded step")
-        loaded = bench.load(name, module)
-        usable[name] = name if not isinstance(loaded, Failure) else ""
-    for finalist in finalists:
-        if should_stop() and checked:
-            break
-        if (earlier := finalist.checked) is not None:
-            checked[finalist.name] = (
-                earlier.numerics,
-                earlier.numerics_error,
-                earlier.numerics_where,
-            )
-            continue
-        on_progress(len(checked) + len(outcomes), f"checking the numerics of {finalist.name}")
-        failed: Failure | None = None
-        loaded = bench.load(finalist.name, finalist.module)
-        reference = usable.get(finalist.reference, "")
-        kind = "exact"
-        if not reference and finalist.reference:
-            kind = "relative"
-            reference = next((n for n in checked if _loads(bench, by_name[n])), "")
-        if isinstance(loaded, Failure):
-            failed = loaded
-        elif not reference:
-            checked[finalist.name] = ("unchecked", None, "")
-        else:
-            report = bench.numerics(finalist.name, reference)
-            worst = None if isinstance(report, Failure) else report.worst
-            elapsed_s = time.perf_counter() - start[finalist.name]
-            failed = report if isinstance(report, Failure) else report.failure(elapsed_s)
-            if failed is None:
-                checked[finalist.name] = (
-                    kind,
-                    worst.error if worst else 0.0,
-                    worst.path if worst else "",
-                )
-                if checked.get(reference, ("",))[0] == "unchecked":
-                    checked[reference] = checked[finalist.name]  # they agree: both are checked
-        if failed is not None:
-            outcomes[finalist.name] = failed
-            on_failure(finalist.name, failed)
-        bench.unload(finalist.name)
-        if kind == "relative" and reference:
-            bench.unload(reference)
-    for name in references:
-        bench.unload(name)
+    checking = Checking(
+        bench, should_stop=should_stop, on_progress=on_progress, on_failure=on_failure
+    )
+    checking.check(finalists, references)
+    checked = checking.passed
+    outcomes: dict[str, Measurement | Failure] = dict(checking.failed)
     racing = [f for f in finalists if f.name in checked]
     on_progress(0, f"racing {len(racing)} programs")
     asked = 0
@@ -152,7 +88,7 @@ def judge(
             on_failure(runner.name, runner.failure)
         if not runner.samples_s or runner.failure is not None:
             continue
-        kind, error, where = checked[runner.name]
+        verdict = checked[runner.name]
         devices: tuple[DeviceProfile, ...] = ()
         trace = ""
         best = runner.name == result.winner
@@ -164,9 +100,9 @@ def judge(
             samples_s=runner.samples_s,
             rounds=runner.rounds,
             devices=devices,
-            numerics=kind,
-            numerics_error=error,
-            numerics_where=where,
+            numerics=verdict.kind,
+            numerics_error=verdict.error,
+            numerics_where=verdict.where,
             trace=trace,
             elapsed_s=time.perf_counter() - start[runner.name],
         )
@@ -175,10 +111,6 @@ def judge(
     on_progress(len(outcomes), "measured")
     ranking = tuple(n for n in result.ranking if isinstance(outcomes.get(n), Measurement))
     return Judged(outcomes=outcomes, ranking=ranking, why_it_ended=result.ended)
-
-
-def _loads(bench: Benches, finalist: Finalist) -> bool:
-    return not isinstance(bench.load(finalist.name, finalist.module), Failure)
 
 
 def _trace(bench: Benches, name: str, folder: str) -> tuple[tuple[DeviceProfile, ...], str]:

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.compat.executable import MemoryUse
+from autoshard.compat.executable import Executable, MemoryUse
 from autoshard.rungs.bench import Bench
 from autoshard.rungs.numerics import NumericsReport
 from autoshard.trial import Failure, Kind, Stage
@@ -29,6 +29,7 @@ def bench():
     }
     for name, module in programs.items():
         assert isinstance(bench.load(name, module), MemoryUse)
+    assert bench.trust("reference", programs["reference"]) is None
     return bench
 
 
@@ -161,12 +162,33 @@ def test_keys_and_flags_must_be_equal(bench):
 
 def test_bf16_compute_is_held_to_bf16_tolerance(bench):
     step = lowered.make_step(dtype=jnp.bfloat16)
-    bench.load("half reference", lowered.train_module(lowered.ONE, step=step))
     bench.load("half", lowered.train_module(step=step))
+    assert not bench.numerics("half", "reference").passed, "f32 is held to f32's"
+    bench.trust("half reference", lowered.train_module(lowered.ONE, step=step))
     report = bench.numerics("half", "half reference")
     assert report.passed, report.failure()
     assert {leaf.tolerance for leaf in report.state} == {0, 3e-2}
-    assert not bench.numerics("half", "reference").passed, "f32 is held to f32's"
+    with pytest.raises(KeyError, match="'reference' is not the reference, which is 'half ref"):
+        bench.numerics("half", "reference")
+    bench.trust("reference", lowered.train_module(lowered.ONE))
+
+
+def test_a_reference_that_cannot_run_is_none_and_leaves_nothing_behind(bench, monkeypatch):
+    whole = lowered.train_module(lowered.ONE)
+    run = Executable.run
+
+    def full(executable, arrays):
+        if executable.module.digest == whole.digest:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return run(executable, arrays)
+
+    monkeypatch.setattr(Executable, "run", full)
+    failure = bench.trust("reference", whole)
+    assert failure.kind is Kind.OOM
+    assert bench._entries["reference"].state is None
+    monkeypatch.undo()
+    assert bench.trust("reference", whole) is None
+    assert bench._entries["reference"].state is None
 
 
 def test_not_finite_is_a_failure(bench):

@@ -81,7 +81,7 @@ def test_the_child_measures_what_lies_in_the_folder(tmp_path):
         bench = ChildBench(settings, time_limit_s=120, executables=folder)
         try:
             bench.set_inputs(lowered.init_module(), lowered.make_batches())
-            bench.load("whole", lowered.train_module(lowered.ONE))
+            bench.trust("whole", lowered.train_module(lowered.ONE))
             bench.load("it", here)
             assert bench.numerics("it", "whole").passed == passed
         finally:

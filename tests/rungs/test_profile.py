@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from autoshard.rungs.bench import Bench
+from autoshard.rungs.checking import Finalist
 from autoshard.rungs.numerics import LeafError, NumericsReport
-from autoshard.rungs.profile import Finalist, judge
+from autoshard.rungs.profile import judge
 from autoshard.rungs.race import Footprint, RaceSettings
 from autoshard.trial import Failure, Kind, Measurement, Stage
 from tests import lowered
@@ -21,7 +22,7 @@ CRASH = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="fell over")
 class Pretended:
     """A bench whose programs take the time, and make the error, that a test says.
 
-    As the real ones do, it knows only what is loaded.
+    Programs of one error agree with each other. As the real ones do, it knows only what is loaded.
     """
 
     renew = None
@@ -29,6 +30,7 @@ class Pretended:
     def __init__(self, seconds, errors=(), broken=()):
         self.seconds, self.errors, self.broken = seconds, dict(errors), dict(broken)
         self.loaded, self.compared, self.calls = set(), [], []
+        self.trusted = None
 
     def load(self, name, module):
         self.calls.append(("load", name))
@@ -45,17 +47,19 @@ class Pretended:
         seconds = self.seconds[name]
         return seconds if isinstance(seconds, Failure) else (seconds,) * steps
 
-    def numerics(self, name, reference, steps=2):
-        assert {name, reference} <= self.loaded, f"{name} or {reference} is not loaded"
+    def trust(self, name, module, steps=2):
+        assert not self.loaded, "a reference needs the room"
+        self.calls.append(("trust", name))
+        self.trusted = None if name in self.broken else name
+        return self.broken.get(name)
+
+    def numerics(self, name, reference):
+        assert name in self.loaded, f"{name} is not loaded"
+        assert reference == self.trusted, f"{reference} is not trusted"
         self.compared.append((name, reference))
-        leaf = LeafError(
-            path="state['w']",
-            error=self.errors.get(name, 0.0),
-            tolerance=1e-4,
-            noisy=False,
-            copies=1,
-        )
-        return NumericsReport(steps=steps, state=(leaf,), metrics=())
+        off = abs(self.errors.get(name, 0.0) - self.errors.get(reference, 0.0))
+        leaf = LeafError(path="state['w']", error=off, tolerance=1e-4)
+        return NumericsReport(steps=2, state=(leaf,), metrics=())
 
     def trace(self, name, folder, steps):
         assert name in self.loaded
@@ -75,11 +79,11 @@ def finalist(name, **changes):
     return Finalist(**{**fields, **changes})
 
 
-def judged(bench, finalists, tmp_path, **options):
+def judged(bench, finalists, tmp_path, references=None, **options):
     return judge(
         bench,
         finalists,
-        {"ref": object()},
+        {"ref": object()} if references is None else references,
         **{
             "seed": 0,
             "folder": str(tmp_path),
@@ -134,20 +138,53 @@ def test_failures_are_told_at_once_and_cost_one_finalist(tmp_path):
     assert result.ranking == ("a",)
 
 
-def test_where_the_unsharded_step_does_not_fit_the_first_that_ran_is_the_yardstick(tmp_path):
+NO_REFERENCE = {"ref": OOM}
+
+
+@pytest.mark.parametrize("wrong", ["b", "c", "d"])
+def test_where_the_unsharded_step_does_not_run_most_are_believed(tmp_path, wrong):
+    """Whichever comes first: it may be the wrong one."""
+    right = sorted({"b", "c", "d"} - {wrong})
     bench = Pretended(
-        {"a": 0.03, "b": 0.01, "c": 0.02, "d": 0.01},
-        errors={"c": 1.0},
-        broken={"ref": OOM, "a": OOM},
+        dict.fromkeys("abcd", 0.01), errors={wrong: 1.0}, broken={**NO_REFERENCE, "a": OOM}
     )
     result = judged(bench, [finalist(n) for n in "abcd"], tmp_path)
-    assert bench.compared == [("c", "b"), ("d", "b")]
-    assert result.outcomes["b"].numerics == "relative"  # d agrees with it
-    assert result.outcomes["d"].numerics == "relative"
-    assert result.outcomes["c"].kind is Kind.NUMERICS
-    assert set(result.ranking) == {"b", "d"}
-    alone = judged(Pretended({"b": 0.01}, broken={"ref": OOM}), [finalist("b")], tmp_path)
+    assert result.outcomes["a"] == OOM
+    assert [result.outcomes[n].numerics for n in right] == ["relative", "relative"]
+    assert result.outcomes[wrong].kind is Kind.NUMERICS
+    assert set(result.ranking) == set(right)
+
+
+def test_of_two_that_disagree_neither_is_believed_and_one_alone_is_unchecked(tmp_path):
+    bench = Pretended({"a": 0.03, "b": 0.01}, errors={"b": 1.0}, broken=NO_REFERENCE)
+    result = judged(bench, [finalist(n) for n in "ab"], tmp_path)
+    for outcome in result.outcomes.values():
+        assert outcome.kind is Kind.NUMERICS and "does not run here" in outcome.message
+    assert set(result.outcomes) == {"a", "b"} and result.ranking == ()
+    alone = judged(Pretended({"b": 0.01}, broken=NO_REFERENCE), [finalist("b")], tmp_path)
     assert alone.outcomes["b"].numerics == "unchecked"
+
+
+def test_an_earlier_check_by_each_other_is_believed(tmp_path):
+    earlier = Measurement(samples_s=(1.0,), rounds=(0,), numerics="relative")
+    bench = Pretended(dict.fromkeys("abc", 0.01), {"a": 1.0, "b": 1.0}, NO_REFERENCE)
+    finalists = [finalist("a"), finalist("b"), finalist("c", checked=earlier)]
+    result = judged(bench, finalists, tmp_path)
+    assert bench.compared == [("a", "c"), ("b", "c")] and result.ranking == ("c",)
+
+
+def test_programs_of_other_knobs_are_never_compared(tmp_path):
+    bench = Pretended(dict.fromkeys("abcd", 0.01), {"c": 1.0, "d": 1.0, "other": 1.0}, {})
+    of = {"a": "ref", "b": "ref", "c": "other", "d": "other"}
+    finalists = [finalist(n, reference=of[n]) for n in "acbd"]
+    for broken in ({}, {"other": OOM}, {"ref": OOM, "other": OOM}):
+        bench.broken, bench.calls = broken, []
+        result = judged(bench, finalists, tmp_path, references={"ref": 0, "other": 1})
+        assert set(result.ranking) == set("abcd")
+        kinds = {n: "relative" if of[n] in broken else "exact" for n in of}
+        assert {n: result.outcomes[n].numerics for n in of} == kinds
+        trusted = [name for what, name in bench.calls if what == "trust"]
+        assert trusted[:1] == ["ref"], "one after another: each has the devices for itself"
 
 
 def test_without_a_reference_numerics_stay_unchecked(tmp_path):
@@ -197,7 +234,7 @@ def test_progress_is_told(tmp_path):
         on_progress=lambda done, text: said.append(text),
     )
     assert said == [
-        "loading the unsharded step",
+        "running the unsharded step",
         "checking the numerics of a",
         "racing 1 programs",
         "tracing a",

@@ -1,0 +1,194 @@
+"""Which finalists compute what they should: compared before they race, knob by knob.
+
+The unsharded step of the same knobs is the reference. Where it cannot run (it does not fit one
+device), programs are compared with one of their own, the yardstick, and believed if most of them
+agree with it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from autoshard.module import Module
+from autoshard.rungs.bench import Benches
+from autoshard.rungs.numerics import NumericsReport
+from autoshard.rungs.race import Footprint
+from autoshard.trial import Failure, Kind, Measurement, Stage
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finalist:
+    """A candidate that is measured.
+
+    Attributes:
+      name: distinct among the finalists.
+      module: the program that will run.
+      footprint: what it takes on a device, loaded and running.
+      reference: name of the unsharded program of the same knobs, "" to leave numerics unchecked.
+      checked: an earlier measurement whose numerics check stands, None if there is none.
+      traced: whether the profiler runs on it once it has been measured.
+    """
+
+    name: str
+    module: Module
+    footprint: Footprint
+    reference: str
+    checked: Measurement | None
+    traced: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a finalist passed: the fields `numerics...` of its `Measurement`."""
+
+    kind: str
+    error: float | None = None
+    where: str = ""
+
+
+class Checking:
+    """Checks the numerics of finalists.
+
+    Attributes:
+      passed: name -> verdict.
+      failed: name -> failure.
+
+    Args:
+      on_failure: told of each failure at once, so that an interrupt later does not lose it.
+    """
+
+    def __init__(
+        self,
+        bench: Benches,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_progress: Callable[[int, str], None] = lambda done, text: None,
+        on_failure: Callable[[str, Failure], None] = lambda name, failure: None,
+    ):
+        self.passed: dict[str, Verdict] = {}
+        self.failed: dict[str, Failure] = {}
+        self._bench = bench
+        self._should_stop = should_stop
+        self._on_progress = on_progress
+        self._on_failure = on_failure
+
+    def check(self, finalists: Sequence[Finalist], references: Mapping[str, Module]) -> None:
+        """Checks them all, or as many as there is time for: one at least.
+
+        Args:
+          references: the unsharded programs of those that are not checked yet, by name.
+        """
+        groups: dict[str, list[Finalist]] = {}
+        for finalist in finalists:
+            groups.setdefault(finalist.reference, []).append(finalist)
+            if (earlier := finalist.checked) is not None:
+                self.passed[finalist.name] = Verdict(
+                    earlier.numerics, earlier.numerics_error, earlier.numerics_where
+                )
+        for reference, group in groups.items():
+            fresh = [f for f in group if f.checked is None]
+            if not fresh or self._no_more():
+                continue
+            if not reference:
+                self._leave_unchecked(fresh)
+                continue
+            self._tell("running the unsharded step")
+            if self._bench.trust(reference, references[reference]) is None:
+                for name, report in self._compared(fresh, reference).items():
+                    self._judge(name, report, "exact")
+            else:
+                self._check_each_other(group)
+
+    def _no_more(self) -> bool:
+        return bool(self.passed) and self._should_stop()
+
+    def _tell(self, text: str) -> None:
+        self._on_progress(len(self.passed) + len(self.failed), text)
+
+    def _fail(self, name: str, failure: Failure) -> None:
+        self.failed[name] = failure
+        self._on_failure(name, failure)
+
+    def _judge(self, name: str, report: NumericsReport, kind: str) -> None:
+        if (failure := report.failure()) is not None:
+            self._fail(name, failure)
+            return
+        worst = report.worst
+        self.passed[name] = Verdict(
+            kind, worst.error if worst else 0.0, worst.path if worst else ""
+        )
+
+    def _compared(self, finalists: Sequence[Finalist], reference: str) -> dict[str, NumericsReport]:
+        """Runs each beside the trusted reference; those that cannot run fail here."""
+        reports: dict[str, NumericsReport] = {}
+        for finalist in finalists:
+            if self.passed.keys() | reports.keys() and self._should_stop():
+                break
+            self._on_progress(
+                len(self.passed) + len(self.failed) + len(reports),
+                f"checking the numerics of {finalist.name}",
+            )
+            answer: object = self._bench.load(finalist.name, finalist.module)
+            if not isinstance(answer, Failure):
+                answer = self._bench.numerics(finalist.name, reference)
+            self._bench.unload(finalist.name)
+            if isinstance(answer, NumericsReport):
+                reports[finalist.name] = answer
+            else:
+                assert isinstance(answer, Failure)
+                self._fail(finalist.name, answer)
+        return reports
+
+    def _leave_unchecked(self, finalists: Sequence[Finalist]) -> None:
+        for finalist in finalists:
+            loaded = self._bench.load(finalist.name, finalist.module)
+            self._bench.unload(finalist.name)
+            if isinstance(loaded, Failure):
+                self._fail(finalist.name, loaded)
+            else:
+                self.passed[finalist.name] = Verdict("unchecked")
+
+    def _check_each_other(self, group: Sequence[Finalist]) -> None:
+        """Compares programs of the same knobs with one of them that most agree with.
+
+        One that passed an earlier check is believed in any case.
+        """
+        believed = [f for f in group if f.checked and f.checked.numerics != "unchecked"]
+        open_ = [f for f in group if f not in believed]
+        differing: dict[str, Failure] = {}
+        for yardstick in (*believed, *open_):
+            if yardstick.name in self.failed:
+                continue
+            refused = self._bench.trust(yardstick.name, yardstick.module)
+            if refused is not None:
+                if yardstick in open_:
+                    self.passed.pop(yardstick.name, None)
+                    self._fail(yardstick.name, refused)
+                continue
+            others = [f for f in open_ if f is not yardstick and f.name not in self.failed]
+            reports = self._compared(others, yardstick.name)
+            agreeing = [name for name, report in reports.items() if report.passed]
+            if yardstick in believed or 2 * (len(agreeing) + 1) > len(reports) + 1:
+                for name, report in reports.items():
+                    self.passed.pop(name, None)
+                    self._judge(name, report, "relative")
+                if yardstick in open_:
+                    alone = Verdict("unchecked")
+                    self.passed[yardstick.name] = self.passed[agreeing[0]] if agreeing else alone
+                return
+            for name, report in reports.items():
+                if (failure := report.failure()) is not None:
+                    differing[name] = failure
+                    differing.setdefault(yardstick.name, failure)
+        for name, failure in differing.items():
+            if name not in self.failed:
+                self.passed.pop(name, None)
+                self._fail(name, _disagreeing(failure))
+
+
+def _disagreeing(failure: Failure) -> Failure:
+    return Failure(
+        stage=Stage.PROFILE,
+        kind=Kind.NUMERICS,
+        message="programs of this step compute different things, and the unsharded one, which could"
+        f" tell which is right, does not run here: {failure.message}",
+    )
