@@ -123,6 +123,7 @@ def search(
         )
     if not found.ranking:
         raise NoPlanError(why_no_plan(found, subjects, target, cost, limit, model_fn, as_subject))
+    notes += found.notes
     return _plan(found, subjects, target, limit, tuple(notes), cost.constants.digest)
 
 

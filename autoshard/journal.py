@@ -1,8 +1,9 @@
 """Journal: the append-only record of trials. One JSON object a line; a torn last line is dropped.
 
 A record's key says everything its answer depends on, so that an answer is used again exactly when
-it would come out the same. Before each compile or measurement a `started` line is written: one
-without an end is tried once more on resume, and then counts as a crash.
+it would come out the same. Before each compile or measurement a `started` line is written, and
+`withdrawn` where it was left in good order without an answer. What is neither is tried once more on
+resume, and then counts as a crash.
 """
 
 import contextlib
@@ -169,7 +170,10 @@ class Journal:
             try:
                 if record["record"] == "started":
                     self._starts[record["key"]] = self._starts.get(record["key"], 0) + 1
+                elif record["record"] == "withdrawn":
+                    self._starts[record["key"]] = self._starts.get(record["key"], 1) - 1
                 elif record["record"] == "outcome":
+                    self._starts.pop(record["key"], None)
                     self._outcomes[record["key"]] = outcome_from_json(record["outcome"])
                     self._notes[record["key"]] = {
                         k: v for k, v in record.items() if k not in ("record", "key", "outcome")
@@ -224,7 +228,7 @@ class Journal:
         return self._notes.get(key, {})
 
     def attempts(self, key: str) -> int:
-        """How often work under a key was started, this time included."""
+        """How often work under a key was started since its last outcome, and not withdrawn."""
         return self._starts.get(key, 0)
 
     def started(self, key: str, note: dict[str, object]) -> None:
@@ -233,9 +237,16 @@ class Journal:
         self._write({"record": "started", "key": key, **note})
         self.sync()
 
+    def withdrawn(self, key: str) -> None:
+        """Records that work was left in good order: its start says nothing of what was begun."""
+        self._starts[key] = self._starts.get(key, 1) - 1
+        self._write({"record": "withdrawn", "key": key})
+        self.sync()
+
     def add(self, key: str, outcome: Outcome, note: dict[str, object], sync: bool = True) -> None:
         """Records an outcome. With `sync=False` it may be lost to a power cut until `sync()`."""
         self._outcomes[key], self._notes[key] = outcome, note
+        self._starts.pop(key, None)
         self._write({"record": "outcome", "key": key, **note, "outcome": outcome_to_json(outcome)})
         if sync:
             self.sync()
@@ -246,6 +257,7 @@ class Journal:
         """Records outcomes that belong together, in one write: all are kept, or hardly any."""
         for key, outcome, note in records:
             self._outcomes[key], self._notes[key] = outcome, note
+            self._starts.pop(key, None)
             self._write(
                 {"record": "outcome", "key": key, **note, "outcome": outcome_to_json(outcome)}
             )

@@ -121,17 +121,21 @@ def lower_unsharded(program: Program, target: Target) -> Module:
     )
 
 
-def lower_init(program: Program, target: Target) -> Module:
-    """init() on one device, as a module without inputs."""
+def lower_init(program: Program, platform: str) -> Module:
+    """init() on one device, as a module without inputs.
+
+    Args:
+      platform: as lowering and compilers name it.
+    """
 
     def flat() -> list[jax.Array]:
         return jax.tree.leaves(program.workload.init())
 
-    lowered = jax.jit(flat).trace().lower(lowering_platforms=(target.lowering_platform,))
+    lowered = jax.jit(flat).trace().lower(lowering_platforms=(platform,))
     return module_of(
         lowered,
         (("x", 1),),
-        target.lowering_platform,
+        platform,
         (),
         (),
         program.state,

@@ -119,6 +119,11 @@ class Plan:
         return tuple((self.program.state[i].path, s) for i, s in self._space.fixed_leaves)
 
     @property
+    def fixed_axes(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Logical axis -> mesh axes, as the user fixed them."""
+        return self._space.pinned
+
+    @property
     def platform(self) -> str:
         """The platform programs are lowered for."""
         return self._target.lowering_platform

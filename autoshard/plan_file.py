@@ -33,6 +33,7 @@ class PlanRecord:
     target: dict[str, object]
     versions: dict[str, str]
     fixed_leaves: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
+    fixed_axes: tuple[tuple[str, tuple[str, ...]], ...]
     evidence: "Evidence"
     keep_constraints: bool
 
@@ -74,6 +75,7 @@ def write_plan(plan: "Plan", path: str | os.PathLike[str]) -> None:
         "candidate": plan.candidate.to_json(),
         "keep_constraints": plan.keep_constraints,
         "fixed_leaves": {path: [list(axes) for axes in spec] for path, spec in plan.fixed_leaves},
+        "fixed_axes": {axis: list(to) for axis, to in plan.fixed_axes},
         "program": describe_program(plan.program, plan.digest),
         "target": describe_target(plan.target),
         "versions": versions(),
@@ -135,6 +137,8 @@ def read_plan(path: str | os.PathLike[str]) -> PlanRecord:
                 (path, tuple(tuple(axes) for axes in spec))
                 for path, spec in data["fixed_leaves"].items()
             ),
+            # Not in files from before it was kept.
+            fixed_axes=tuple((a, tuple(to)) for a, to in data.get("fixed_axes", {}).items()),
             evidence=_evidence_from_json(data["evidence"]),
             keep_constraints=bool(data["keep_constraints"]),
         )

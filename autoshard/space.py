@@ -204,7 +204,7 @@ class Space:
             return f"knobs are {dict(candidate.knobs)}, this space has {dict(self.knobs)}"
         count = math.prod(n for _, n in self.meshes[0]) if self.meshes else 1
         if layout.as_written:
-            return None if self.written else "the step has no constraints of its own to keep"
+            return self._why_not_as_written()
         if layout.device_count != count:
             return f"the mesh has {layout.device_count} devices, the target {count}"
         own = self.program.pinned_mesh
@@ -249,6 +249,35 @@ class Space:
                     f"{leaf.path}{list(leaf.shape)} cannot be divided by"
                     f" {', '.join(f'{m}={sizes[m]}' for m in sorted(wanted - got))}"
                 )
+        return None
+
+    def _why_not_as_written(self) -> str | None:
+        """What the user fixed holds for the author's own layout too."""
+        if self.written is None:
+            return "the step has no constraints of its own to keep"
+        specs = self.written.specs
+        sizes = dict(specs.mesh)
+        if len(self.meshes) == 1 and [*sizes.values()] != [n for _, n in self.meshes[0]]:
+            return (
+                f"the mesh is fixed to {dict(self.meshes[0])}, and the step's own constraints are"
+                f" for {sizes}"
+            )
+        for i, spec in self.fixed_leaves:
+            if specs.inputs[i] != spec:
+                return f"the step's own constraints put {self.program.state[i].path} elsewhere"
+        for axis, to in self.pinned:
+            if not sizes.keys() >= set(to):
+                return (
+                    f"{axis} is fixed to {', '.join(to)}, the step's own constraints name {sizes}"
+                )
+            ways = math.prod(sizes[m] for m in to)
+            for leaf, dims, placed in zip(
+                self.program.inputs, self.axes.inputs, specs.inputs, strict=True
+            ):
+                for dim, got in zip(dims, placed, strict=True):
+                    held = dict(dim).get(axis, 0)
+                    if held and held % ways == 0 and not set(got) >= set(to):
+                        return f"{axis} is fixed to {', '.join(to)}, not so {leaf.path} as written"
         return None
 
     def options(self, axis: LogicalAxis, mesh: MeshShape) -> list[tuple[str, ...]]:

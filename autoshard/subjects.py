@@ -153,11 +153,13 @@ def make_subject(
     mesh_shape: str,
     fix: Mapping[str, object] | None,
     fixed_leaves: Sequence[tuple[str, Spec]] = (),
+    fixed_axes: Sequence[tuple[str, tuple[str, ...]]] = (),
 ) -> Subject:
     """Analyses a program and builds its space.
 
     Args:
-      fixed_leaves: (path, spec) pairs on top of `fix`, as a plan file records them.
+      fixed_leaves, fixed_axes: (path, spec) and (logical axis, mesh axes) pairs on top of `fix`, as
+        a plan file records them.
     """
     analysis = analyse(program, target.lowering_platform)
     pinned, leaves = read_fix(fix, program, analysis.axes)
@@ -179,6 +181,8 @@ def make_subject(
     _check_mesh_axes(pinned, leaves, program, meshes)
     index = {leaf.path: i for i, leaf in enumerate(program.state)}
     leaves += tuple((index[path], spec) for path, spec in fixed_leaves if path in index)
+    known = {a.name for a in analysis.axes.axes}
+    pinned += tuple((axis, to) for axis, to in fixed_axes if axis in known)
     written = None
     # Constraints on several meshes cannot all be moved to one.
     own = [m for m in program.written_meshes if math.prod(n for _, n in m) == target.device_count]

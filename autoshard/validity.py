@@ -45,7 +45,7 @@ def checked_plan(
     if wrong:
         raise PlanError(f"{path} is for another model:", wrong)
     layout = record.candidate.layout
-    subject = make_subject(program, target, "free", None, record.fixed_leaves)
+    subject = make_subject(program, target, "free", None, record.fixed_leaves, record.fixed_axes)
     space = dataclasses.replace(subject.space, meshes=(layout.mesh, *subject.space.meshes))
     subject = Subject(analysis=subject.analysis, space=space)
     reason = space.contains(record.candidate)

@@ -412,6 +412,22 @@ def test_the_users_own_constraints_are_a_baseline_or_kept(quick, tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
+def test_the_users_own_constraints_are_left_out_where_they_are_not_as_fixed(quick):
+    mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2), ("data", "model"))
+    model_fn = constrained(mesh)
+
+    def as_written(mesh=mesh, **options):
+        trials = quick(model_fn, mesh, **options).evidence.trials
+        return [t for t in trials if t.candidate.layout.as_written]
+
+    assert as_written(mesh_shape="fixed")
+    assert as_written(fix={"batch": "data"})
+    assert not as_written(fix={"batch": ("data", "model")})
+    assert not as_written(fix={"['a']": jax.P("data")})
+    flat = jax.sharding.Mesh(np.array(DEVICES), ("data",))
+    assert not as_written(flat, mesh_shape="fixed")
+
+
 def test_knobs_are_searched_together_and_the_failing_are_noted(quick):
     def model_fn(remat, wide=True):
         if remat == "odd":

@@ -162,7 +162,7 @@ def test_what_is_judged_is_what_runs() -> None:
 def test_the_unsharded_step_and_the_init_lower_for_one_device(name: str) -> None:
     program = analyse(programs.EVERY[name](), keep_constraints=True).analysis.program
     step = lowering.lower_unsharded(program, target())
-    init = lowering.lower_init(program, target())
+    init = lowering.lower_init(program, target().lowering_platform)
     assert step.mesh == init.mesh == (("x", 1),)
     assert [x.shape for x in init.outputs] == [x.shape for x in step.inputs[: step.state_count]]
     if name != "key_in_state":

@@ -14,9 +14,13 @@ import autoshard
 from autoshard import api, validity
 from autoshard.catalogue import catalogue
 from autoshard.errors import PlanError
+from autoshard.plan import Evidence, Plan
 from autoshard.plan_file import describe_target, read_plan, write_plan
+from autoshard.program import trace
 from autoshard.rungs import compile_job
 from autoshard.rungs.compile_job import CompileResult
+from autoshard.strategy import baselines
+from autoshard.subjects import make_subject
 from autoshard.target import Target, find_target
 from autoshard.topology import parse_topology
 from autoshard.trial import Collective, Estimate, Failure, Kind, Stage
@@ -438,3 +442,48 @@ def test_fixed_leaves_knobs_and_a_named_mesh_come_back(quick, tmp_path):
     assert loaded.candidate == plan.candidate
     loaded.save(path)
     assert read_plan(path).candidate == plan.candidate
+    assert read_plan(path).fixed_axes == (("batch", ("data",)),)
+
+
+def test_a_fixed_axis_that_divides_nothing_at_rest_comes_back(tmp_path):
+    """The axis lies in small arrays alone, which are whole at rest; its rule was fixed."""
+
+    def model_fn():
+        def loss(params, x):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+            return jnp.mean((jnp.tanh(x @ params["in"]) @ params["small"]) ** 2)
+
+        def step(state, x):
+            value, slopes = jax.value_and_grad(loss)(state, x)
+            return jax.tree.map(lambda p, g: p - g, state, slopes), {"loss": value}
+
+        return autoshard.Workload(
+            step=step,
+            init=lambda: {
+                "layers": jnp.ones((4, 256, 256)),
+                "in": jnp.ones((256, 8)),
+                "small": jnp.ones((8, 8)),
+            },
+            batch=jax.ShapeDtypeStruct((64, 256), jnp.float32),
+        )
+
+    target = find_target(DEVICES)
+    program = trace(model_fn())
+    axes = make_subject(program, target, "free", None).space.axes.axes
+    name = next(a.name for a in axes if "state['small'][0]" in a.where)
+    subject = make_subject(program, target, "free", {name: "x"})
+    found = {b.name: b.candidate.layout for b in baselines(subject.space)}
+    layout = found["FSDP, small whole"]
+    assert dict(layout.storage)[name] == ("x",)
+    plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = autoshard.load_plan(path, model_fn, DEVICES)
+    assert loaded.layout == layout and loaded.fixed_axes == plan.fixed_axes
+    loaded.save(path)
+    data = json.loads(path.read_text())
+    assert data["fixed_axes"] == {name: ["x"]}
+    del data["fixed_axes"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="shards nothing"):  # as files from before it was kept
+        autoshard.load_plan(path, model_fn, DEVICES)

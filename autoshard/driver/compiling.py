@@ -102,7 +102,11 @@ class Compiling:
             ledger.journal.started(key, ledger.note("compile", row))
             if self._executor is None:
                 # Live accelerators: this process holds them, so it compiles.
-                result = compile_on(module, ledger.target.placed(module.mesh))
+                try:
+                    result = compile_on(module, ledger.target.placed(module.mesh))
+                except KeyboardInterrupt:
+                    ledger.journal.withdrawn(key)
+                    raise
                 self._record(row, key, self._priced(row, module, result))
                 continue
             request = request_for(

@@ -76,6 +76,7 @@ class Ledger:
         None: they do not.
       correction: what measurements taught of rung 1.
       ended: why the search ended.
+      notes: what else the user should know.
     """
 
     subjects: Sequence[Subject]
@@ -91,6 +92,7 @@ class Ledger:
     rows: list[Row] = dataclasses.field(default_factory=list)
     correction: Correction = dataclasses.field(default_factory=Correction)
     ended: str = "finished"
+    notes: list[str] = dataclasses.field(default_factory=list)
     elapsed_s: dict[str, float] = dataclasses.field(default_factory=dict)
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
     _timing: str = ""  # the rung whose time runs

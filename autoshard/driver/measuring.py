@@ -2,21 +2,27 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.lowering import lower_init, lower_unsharded
 from autoshard.module import Module
-from autoshard.program import sample_batch
+from autoshard.program import Program, sample_batch
 from autoshard.rungs import profile
-from autoshard.rungs.bench import Bench, Benches
+from autoshard.rungs.bench import Bench, Benches, host_devices
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.checking import Finalist
 from autoshard.rungs.race import Footprint, RaceSettings
+from autoshard.target import Target
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Outcome, Stage
 
 _BATCHES = 2
+_APART = 1 << 20
+"""Between the rounds of groups that are raced apart: their samples must not pair up."""
 
 
 @contextlib.contextmanager
@@ -48,6 +54,7 @@ class Measuring:
         self.ranking: tuple[int, ...] = ()
         self._ledger = ledger
         self._compile_key = compile_key
+        self._inputs: dict[int, _Inputs] = {}
 
     def measure(
         self,
@@ -61,7 +68,7 @@ class Measuring:
         """Races rows against each other, unless the journal holds the wave.
 
         A wave is recorded in one write; failures are recorded as they happen, and who failed is not
-        tried again.
+        tried again, unless it computed something else from other values.
 
         Args:
           wave: name of the wave, part of the journal's keys.
@@ -78,7 +85,8 @@ class Measuring:
         # Programs with one kind of state and batch start from the same values.
         groups: dict[object, list[int]] = {}
         for i in indices:
-            if isinstance(failure := found[i], Failure):
+            failure = found[i]
+            if isinstance(failure, Failure) and self._stands(failure, ledger.rows[i], keys[i]):
                 ledger.rows[i].profiled = failure
                 continue
             program = ledger.subject_of(ledger.rows[i]).analysis.program
@@ -88,7 +96,8 @@ class Measuring:
             if len(raced) == len(group):
                 ranked += self._replayed(raced, keys)
             else:
-                ranked += self._race(bench, group, wave, rounds, first_round, share, keys)
+                first = first_round + _APART * ledger.rows[group[0]].subject
+                ranked += self._race(bench, group, wave, rounds, first, share, keys)
         if len(groups) > 1:
             ranked.sort(key=ledger.time_of)
         self._rank(ranked)
@@ -106,19 +115,26 @@ class Measuring:
         ledger = self._ledger
         if ledger.late(1.0):
             return []
-        program = ledger.subject_of(ledger.rows[group[0]]).analysis.program
-        bench.set_inputs(
-            lower_init(program, ledger.target),
-            [sample_batch(program, ledger.seed + k) for k in range(_BATCHES)],
-        )
+        inputs = self._inputs_of(ledger.rows[group[0]])
+        failure = bench.set_inputs(inputs.init, inputs.batches)
+        if failure is not None:  # that says nothing of the programs
+            ledger.notes.append(
+                f"not measured: the initial state cannot be made unsharded: {failure.message[:500]}"
+            )
+            return []
+
+        def note_of(row: Row) -> dict[str, object]:
+            return {"wave": wave, "inputs": inputs.digest, **ledger.note("profile", row)}
+
         references: dict[str, Module] = {}
         finalists: list[Finalist] = []
         names: dict[str, int] = {}
+        here = ledger.target.platform != "cpu"  # what takes a process down takes down this one
         for i in group:
             row = ledger.rows[i]
-            if ledger.target.platform != "cpu" and ledger.journal.attempts(keys[i]) > 1:
+            if here and ledger.journal.attempts(keys[i]) > 1:
                 row.profiled = _crashed()
-                ledger.journal.add(keys[i], row.profiled, ledger.note("profile", row))
+                ledger.journal.add(keys[i], row.profiled, note_of(row))
                 continue
             module = ledger.module_of(row)
             compiled = row.compiled
@@ -140,14 +156,25 @@ class Measuring:
                     traced=wave == "final",
                 )
             )
-            ledger.journal.started(keys[i], {"wave": wave, **ledger.note("profile", row)})
+            if not here:
+                ledger.journal.started(keys[i], note_of(row))
         total = len(finalists)
+
+        @contextlib.contextmanager
+        def touching(running: Sequence[str]) -> Iterator[None]:
+            for name in running:
+                ledger.journal.started(keys[names[name]], note_of(ledger.rows[names[name]]))
+            try:
+                yield
+            finally:
+                for name in running:
+                    if ledger.journal.attempts(keys[names[name]]):
+                        ledger.journal.withdrawn(keys[names[name]])
 
         def failed(name: str, failure: Failure) -> None:
             row = ledger.rows[names[name]]
             row.profiled = failure
-            note = {"wave": wave, **ledger.note("profile", row)}
-            ledger.journal.add(keys[names[name]], failure, note)
+            ledger.journal.add(keys[names[name]], failure, note_of(row))
 
         needed = {f.reference for f in finalists if f.checked is None}
         judged = profile.judge(
@@ -159,6 +186,7 @@ class Measuring:
             memory_bytes=ledger.target.memory_bytes,
             settings=RaceSettings(max_rounds=rounds),
             should_stop=lambda: ledger.late(share),
+            touching=touching if here else contextlib.nullcontext,
             on_progress=lambda done, text: ledger.tell(Stage.PROFILE, done, total, text),
             on_failure=failed,
         )
@@ -168,7 +196,7 @@ class Measuring:
                 continue
             row = ledger.rows[names[name]]
             row.profiled = _joined(row.profiled, outcome, first_round)
-            note = {"wave": wave, **ledger.note("profile", row)}
+            note = note_of(row)
             if name in judged.ranking:
                 note["place"] = judged.ranking.index(name)
             records.append((keys[names[name]], row.profiled, note))
@@ -191,6 +219,7 @@ class Measuring:
 
     def _key(self, row: Row, wave: str) -> str:
         ledger = self._ledger
+        workload = ledger.subject_of(row).analysis.program.workload
         return ledger.key(
             "profile",
             ledger.subject_of(row),
@@ -200,11 +229,53 @@ class Measuring:
             host=os.uname().nodename,
             devices=[str(d) for d in ledger.target.devices],
             seed=ledger.seed,
+            init=self._inputs_of(row).init.digest,
+            synthetic=workload.sample is None,
         )
+
+    def _stands(self, failure: Failure, row: Row, key: str) -> bool:
+        """Whether a recorded failure says something of today's batches too."""
+        known = self._ledger.journal.note(key).get("inputs")
+        return failure.kind is not Kind.NUMERICS or known == self._inputs_of(row).digest
+
+    def _inputs_of(self, row: Row) -> "_Inputs":
+        """What the programs of a row's knobs start from, made once."""
+        if row.subject not in self._inputs:
+            ledger = self._ledger
+            program = ledger.subject_of(row).analysis.program
+            batches = [sample_batch(program, ledger.seed + k) for k in range(_BATCHES)]
+            self._inputs[row.subject] = _Inputs(_init(program, ledger.target), batches)
+        return self._inputs[row.subject]
 
     def _rank(self, ranked: Sequence[int]) -> None:
         ok = [i for i in ranked if isinstance(self._ledger.rows[i].profiled, Measurement)]
         self.ranking = (*ok, *(i for i in self._ledger.measured() if i not in set(ok)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Inputs:
+    """The initial state, as a program that makes it, and the batches of the steps, flat."""
+
+    init: Module
+    batches: list[list[np.ndarray]]
+
+    @property
+    def digest(self) -> str:
+        found = hashlib.sha256(self.init.digest.encode())
+        for batch in self.batches:
+            for value in batch:
+                found.update(np.ascontiguousarray(value).view(np.uint8).data)
+        return found.hexdigest()[:16]
+
+
+def _init(program: Program, target: Target) -> Module:
+    """init() for the host, where JAX has it: one accelerator may not hold the whole state."""
+    if target.platform != "cpu" and host_devices():
+        try:
+            return lower_init(program, "cpu")
+        except Exception:  # something in it is made for the accelerator alone
+            pass
+    return lower_init(program, target.lowering_platform)
 
 
 def _joined(

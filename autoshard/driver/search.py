@@ -60,6 +60,7 @@ class Found:
       false_rejections: candidates that rung 1 would have rejected and rung 2 found to fit.
       elapsed_s: seconds by rung, and in all.
       correction: what measurements taught of rung 1.
+      notes: what else the user should know, each once.
     """
 
     trials: tuple[Trial, ...]
@@ -69,6 +70,7 @@ class Found:
     false_rejections: int
     elapsed_s: dict[str, float]
     correction: Correction
+    notes: tuple[str, ...] = ()
 
 
 def run_search(
@@ -124,6 +126,7 @@ def run_search(
         false_rejections=false_rejections(ledger),
         elapsed_s=dict(ledger.elapsed_s),
         correction=ledger.correction,
+        notes=tuple(dict.fromkeys(ledger.notes)),
     )
 
 

@@ -49,7 +49,7 @@ class Benches(Protocol):
 
         Args:
           init: the initial state as host arrays, or a module without inputs whose outputs it is;
-            the module runs once, and the state stays on the host.
+            the module runs once, on the host if it is for CPUs, and the state stays there.
           batches: at least one batch, each the batch leaves in order; steps cycle through them.
         """
 
@@ -127,7 +127,8 @@ class Bench:
             for name in self._entries:
                 self.unload(name)
             if isinstance(init, Module):
-                made = self._compile(init).run([])
+                host = host_devices() if self._placed and init.platform == "cpu" else []
+                made = (compile_module(init, host) if host else self._compile(init)).run([])
                 init = [np.array(array) for array in made]
             self._initial = tuple(init)
             self._batches = tuple(tuple(batch) for batch in batches)
@@ -300,6 +301,14 @@ def _copies(array: jax.Array) -> numerics.Copies:
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+
+
+def host_devices() -> list[jax.Device]:
+    """The host as JAX's one device; [] where JAX was told to use accelerators alone."""
+    try:
+        return jax.local_devices(backend="cpu")[:1]
+    except RuntimeError:
+        return []
 
 
 class _Catching:

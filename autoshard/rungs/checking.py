@@ -7,6 +7,7 @@ agree with it.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
@@ -45,6 +46,9 @@ class Verdict:
     where: str = ""
 
 
+Touching = Callable[[Sequence[str]], AbstractContextManager[object]]
+
+
 class Checking:
     """Checks the numerics of finalists.
 
@@ -53,6 +57,7 @@ class Checking:
       failed: name -> failure.
 
     Args:
+      touching: entered for as long as programs of these names run, which may take the process down.
       on_failure: told of each failure at once, so that an interrupt later does not lose it.
     """
 
@@ -60,14 +65,16 @@ class Checking:
         self,
         bench: Benches,
         *,
-        should_stop: Callable[[], bool] = lambda: False,
-        on_progress: Callable[[int, str], None] = lambda done, text: None,
-        on_failure: Callable[[str, Failure], None] = lambda name, failure: None,
+        should_stop: Callable[[], bool],
+        touching: Touching,
+        on_progress: Callable[[int, str], None],
+        on_failure: Callable[[str, Failure], None],
     ):
         self.passed: dict[str, Verdict] = {}
         self.failed: dict[str, Failure] = {}
         self._bench = bench
         self._should_stop = should_stop
+        self._touching = touching
         self._on_progress = on_progress
         self._on_failure = on_failure
 
@@ -127,10 +134,11 @@ class Checking:
                 len(self.passed) + len(self.failed) + len(reports),
                 f"checking the numerics of {finalist.name}",
             )
-            answer: object = self._bench.load(finalist.name, finalist.module)
-            if not isinstance(answer, Failure):
-                answer = self._bench.numerics(finalist.name, reference)
-            self._bench.unload(finalist.name)
+            with self._touching([finalist.name]):
+                answer: object = self._bench.load(finalist.name, finalist.module)
+                if not isinstance(answer, Failure):
+                    answer = self._bench.numerics(finalist.name, reference)
+                self._bench.unload(finalist.name)
             if isinstance(answer, NumericsReport):
                 reports[finalist.name] = answer
             else:
@@ -140,8 +148,9 @@ class Checking:
 
     def _leave_unchecked(self, finalists: Sequence[Finalist]) -> None:
         for finalist in finalists:
-            loaded = self._bench.load(finalist.name, finalist.module)
-            self._bench.unload(finalist.name)
+            with self._touching([finalist.name]):
+                loaded = self._bench.load(finalist.name, finalist.module)
+                self._bench.unload(finalist.name)
             if isinstance(loaded, Failure):
                 self._fail(finalist.name, loaded)
             else:
@@ -158,7 +167,8 @@ class Checking:
         for yardstick in (*believed, *open_):
             if yardstick.name in self.failed:
                 continue
-            refused = self._bench.trust(yardstick.name, yardstick.module)
+            with self._touching([yardstick.name]):
+                refused = self._bench.trust(yardstick.name, yardstick.module)
             if refused is not None:
                 if yardstick in open_:
                     self.passed.pop(yardstick.name, None)

@@ -1,5 +1,6 @@
 """Rung 3: finalists whose numerics are right, raced on the devices and traced."""
 
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -7,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
-from autoshard.rungs.checking import Checking, Finalist
+from autoshard.rungs.checking import Checking, Finalist, Touching
 from autoshard.rungs.race import RaceSettings, race
 from autoshard.rungs.traces import read_trace
 from autoshard.trial import DeviceProfile, Failure, Measurement
@@ -41,6 +42,7 @@ def judge(
     memory_bytes: int,
     settings: RaceSettings,
     should_stop: Callable[[], bool] = lambda: False,
+    touching: Touching = contextlib.nullcontext,
     on_progress: Callable[[int, str], None] = lambda done, text: None,
     on_failure: Callable[[str, Failure], None] = lambda name, failure: None,
 ) -> Judged:
@@ -50,12 +52,18 @@ def judge(
     with each other: `numerics` then says "relative".
 
     Args:
+      touching: entered for as long as finalists of these names run, which may take the process
+        down.
       on_failure: told of each failure at once, so that an interrupt later does not lose it.
     """
     start = {f.name: time.perf_counter() for f in finalists}
     by_name = {f.name: f for f in finalists}
     checking = Checking(
-        bench, should_stop=should_stop, on_progress=on_progress, on_failure=on_failure
+        bench,
+        should_stop=should_stop,
+        touching=touching,
+        on_progress=on_progress,
+        on_failure=on_failure,
     )
     checking.check(finalists, references)
     checked = checking.passed
@@ -70,18 +78,19 @@ def judge(
         asked += 1
         return asked > _LEAST_ROUNDS and should_stop()
 
-    result = race(
-        [f.name for f in racing],
-        bench.run,
-        seed=seed,
-        settings=settings,
-        should_stop=stop,
-        load=lambda name: bench.load(name, by_name[name].module),
-        unload=bench.unload,
-        renew=bench.renew,
-        footprints={f.name: f.footprint for f in racing},
-        memory_bytes=memory_bytes,
-    )
+    with touching([f.name for f in racing]):
+        result = race(
+            [f.name for f in racing],
+            bench.run,
+            seed=seed,
+            settings=settings,
+            should_stop=stop,
+            load=lambda name: bench.load(name, by_name[name].module),
+            unload=bench.unload,
+            renew=bench.renew,
+            footprints={f.name: f.footprint for f in racing},
+            memory_bytes=memory_bytes,
+        )
     for runner in result.runners:
         if runner.failure is not None:
             outcomes[runner.name] = runner.failure
@@ -94,8 +103,9 @@ def judge(
         best = runner.name == result.winner
         if by_name[runner.name].traced and (best or not should_stop()):
             on_progress(len(outcomes), f"tracing {runner.name}")
-            bench.load(runner.name, by_name[runner.name].module)
-            devices, trace = _trace(bench, runner.name, folder)
+            with touching([runner.name]):
+                bench.load(runner.name, by_name[runner.name].module)
+                devices, trace = _trace(bench, runner.name, folder)
         outcomes[runner.name] = Measurement(
             samples_s=runner.samples_s,
             rounds=runner.rounds,

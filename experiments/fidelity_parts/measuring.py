@@ -203,7 +203,7 @@ def _bench(ledger: Ledger, settings: Settings) -> Iterator[ChildBench]:
     )
     try:
         failure = bench.set_inputs(
-            lower_init(program, ledger.target),
+            lower_init(program, ledger.target.lowering_platform),
             [sample_batch(program, ledger.seed + k) for k in range(_BATCHES)],
         )
         if failure is not None:

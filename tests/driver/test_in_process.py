@@ -1,0 +1,114 @@
+"""Measuring as on accelerators, in the search's own process: here by CPU devices that say so."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import autoshard
+from autoshard import api
+from autoshard.journal import Journal, opened
+from autoshard.pricing import cost_model
+from autoshard.rungs.bench import Bench
+from autoshard.target import find_target
+from autoshard.trial import Failure, Kind, Measurement, Stage
+from tests import workloads
+from tests.workloads import lines
+
+BUDGET = autoshard.Budget(candidates=12, compiles=3, profiles=3, rounds=3)
+
+
+@pytest.fixture
+def search(calibration, monkeypatch):
+    """Searches of a target that calls itself GPUs."""
+    here = find_target(jax.devices())
+    cost = cost_model(here, calibration, lambda: None)
+    gpu = dataclasses.replace(here, platform="gpu", shared_host=False)
+    monkeypatch.setattr(api, "find_target", lambda *_: gpu)
+    monkeypatch.setattr(api, "cost_model", lambda *_: cost)
+
+    def run(model_fn=workloads.mlp, **options):
+        return autoshard.search(model_fn, jax.devices(), **{"budget": BUDGET, **options})
+
+    return run
+
+
+def measured(plan):
+    outcomes = [t.profiled for t in plan.evidence.trials if t.profiled is not None]
+    assert all(isinstance(x, Measurement) for x in outcomes), outcomes
+    return outcomes
+
+
+def test_a_search_measures_here(search):
+    plan = search()
+    assert {m.numerics for m in measured(plan)} == {"exact"}
+    _, metrics = plan.step(plan.init(), plan.put(workloads.batch_of()))
+    assert metrics["loss"] > 0
+
+
+def test_what_is_interrupted_in_good_order_never_counts_as_a_crash(search, tmp_path):
+    journal = tmp_path / "journal.jsonl"
+    for text in ("racing", "racing", "checking", "checking", "lowering", "lowering"):
+        pressed = []
+
+        def interrupt(event, text=text, pressed=pressed):
+            if event.text.startswith(text) and not pressed:
+                pressed.append(event)
+                raise KeyboardInterrupt
+
+        search(journal=journal, callbacks=(interrupt,))
+    assert measured(search(journal=journal))
+    begun = {r["key"] for r in lines(journal) if r.get("record") == "started"}
+    with opened(journal) as log:
+        assert begun and not any(log.attempts(key) for key in begun)
+
+
+def test_who_takes_the_process_down_twice_is_known_and_nobody_else(search, tmp_path, monkeypatch):
+    """The process cannot die in a test: its journal is left as it would be."""
+    journal = tmp_path / "journal.jsonl"
+    numerics, withdrawn = Bench.numerics, Journal.withdrawn
+    for _ in range(2):
+        touched = []
+
+        def dies(bench, name, reference, touched=touched):
+            touched.append(name)
+            if len(touched) == 2:
+                raise SystemExit
+            return numerics(bench, name, reference)
+
+        def kept(log, key, touched=touched):
+            if len(touched) < 2:
+                withdrawn(log, key)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Bench, "numerics", dies)
+            patched.setattr(Journal, "withdrawn", kept)
+            with pytest.raises(SystemExit):
+                search(journal=journal)
+    outcomes = [t.profiled for t in search(journal=journal).evidence.trials if t.profiled]
+    crashed = [x for x in outcomes if isinstance(x, Failure)]
+    assert [x.kind for x in crashed] == [Kind.CRASH] and "died twice" in crashed[0].message
+    assert len(outcomes) == BUDGET.profiles
+
+
+def test_without_an_initial_state_the_best_estimate_is_planned_and_that_is_told(
+    search, monkeypatch
+):
+    full = Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="RESOURCE_EXHAUSTED: 9 GiB")
+    monkeypatch.setattr(Bench, "set_inputs", lambda *_: full)
+    plan = search()
+    assert measured(plan) == []
+    (note,) = [n for n in plan.evidence.notes if "not measured" in n]
+    assert "the initial state cannot be made unsharded: RESOURCE_EXHAUSTED: 9 GiB" in note
+    assert note in str(plan)
+
+
+def test_the_initial_state_is_made_on_the_host(search, monkeypatch):
+    """Not on one of the accelerators, which may not hold the whole of it."""
+    compiled = []
+    compile_ = Bench._compile
+    monkeypatch.setattr(
+        Bench, "_compile", lambda self, module: compiled.append(module) or compile_(self, module)
+    )
+    search(budget=dataclasses.replace(BUDGET, profiles=1, compiles=1))
+    assert compiled and all(module.inputs for module in compiled)
