@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 import pathlib
+import time
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -79,6 +80,7 @@ def search(
       JournalError: not a journal, damaged, or of another schema.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
     """
+    start_s = time.perf_counter()
     if not 0 <= memory_headroom < 1:
         raise ValueError(f"memory_headroom must be in [0, 1), got {memory_headroom}")
     target = find_target(mesh, memory_bytes, hardware)
@@ -120,6 +122,7 @@ def search(
             callbacks=callbacks,
             limit_bytes=limit,
             folder=pathlib.Path(folder).absolute() if folder is not None else None,
+            start_s=start_s,
         )
     if not found.ranking:
         raise NoPlanError(why_no_plan(found, subjects, target, cost, limit, model_fn, as_subject))

@@ -16,9 +16,10 @@ class Budget:
         that nothing is measured after, two are the best layout again, put into the program by other
         constraints.
       profiles: programs measured by rung 3; 0 plans without measuring.
-      seconds: wall time of the whole search; None for no limit.
-      compile_seconds: limit of one compile, which is killed then.
-      measure_seconds: limit of one measuring call, which is killed then.
+      seconds: wall time of the whole search, tracing and a calibration included, which are not cut
+        short; None for no limit.
+      compile_seconds, measure_seconds: limits of one compile and of one measuring call, which is
+        killed then; not on accelerators that are here, where both run in the search's own process.
       rounds: the most rounds of the final race.
     """
 

@@ -38,10 +38,12 @@ def why_no_plan(
         return "there is no layout to judge: fix, mesh_shape and divisibility leave none"
     failures = [t.profiled for t in found.trials if isinstance(t.profiled, Failure)]
     if failures and all(f.kind is Kind.NUMERICS for f in failures):
+        drawn = any(s.analysis.program.workload.sample is None for s in subjects)
         return (
             "no candidate computes what the unsharded step computes:"
             + "".join(f"\n  {f.message.splitlines()[0]}" for f in failures[:4])
             + "\nCheck the step on one device first: non-finite values there stay non-finite."
+            + (_SYNTHETIC if drawn else "")
         )
     judged = [(t, i, n) for i, t in enumerate(found.trials) if (n := _peak(t, target))]
     too_large = [x for x in judged if x[2] > limit_bytes]
@@ -98,6 +100,8 @@ def why_no_plan(
     lines.append(f"  - or {advice[-1]}.")
     return "\n".join(lines)
 
+
+_SYNTHETIC = " The batches were synthetic (normal floats, integers 0 or 1): give Workload.sample."
 
 _REMEDIES = {
     Kind.TIMEOUT: "give each compilation longer: Budget(compile_seconds=...)",

@@ -18,6 +18,7 @@ from autoshard.layout import Candidate, Layout, Spec, Wording
 from autoshard.lowering import jit_step, lower_step, shapes, shardings
 from autoshard.module import Module
 from autoshard.program import Leaf, Program, held_dtype
+from autoshard.rungs.numerics import NumericsReport
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.target import Target
@@ -243,6 +244,27 @@ class Plan:
 
         self._must_be_here()
         return Evaluation(function, self)
+
+    def check(self, steps: int = 2, seed: int = 0) -> NumericsReport:
+        """Compares the step with the unsharded one, from one initial state, on these devices.
+
+        What a search does with all that it measures (`rungs.numerics`), for a plan that was made
+        where the devices were not, or with other versions. One device must hold the unsharded step,
+        and the host the whole state.
+
+        Args:
+          seed: of the batches, from the workload's `sample` or synthetic.
+
+        Returns:
+          Every leaf of state and metrics, with its error and what was allowed.
+
+        Raises:
+          PlanError: a leaf differs by more, or the unsharded step does not run on one device.
+        """
+        self._must_be_here()
+        from autoshard.checked import compared
+
+        return compared(self.program, self._target, self.lower(), steps=steps, seed=seed)
 
     def lower(self) -> Module:
         """The running step as plain data; its digest is that of the program that was measured."""

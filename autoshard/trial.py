@@ -131,8 +131,9 @@ class Measurement:
       rounds: for each sample the round it was taken in; samples of one round pair up.
       devices: the profile of each device, empty where no trace was taken.
       numerics: "exact", "relative", "reduced" or "unchecked".
-      numerics_error: largest relative L2 error of a state leaf's change, None if unchecked.
-      numerics_where: the pytree path of that leaf.
+      numerics_error: largest error of a state leaf's change or of a metric, relative to it and to
+        what rounding may do to it (`rungs.numerics.LeafError`); None if unchecked.
+      numerics_where: the pytree path of that leaf or metric.
       trace: folder of the profiler trace, or "".
     """
 

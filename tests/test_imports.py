@@ -37,7 +37,17 @@ LAYERS = (
     },
     {"rungs", "strategy", "promote"},
     {"driver"},
-    {"subjects", "plan", "plan_file", "validity", "evaluation", "report", "no_plan", "knob_advice"},
+    {
+        "subjects",
+        "plan",
+        "plan_file",
+        "validity",
+        "checked",
+        "evaluation",
+        "report",
+        "no_plan",
+        "knob_advice",
+    },
     {"api"},
 )
 """A part imports parts of its own layer or of earlier ones."""

@@ -104,12 +104,23 @@ def test_records_are_found_again_by_key(tmp_path):
     assert journal.note("a") == {"rung": "x"} and journal.note("d") == {}
     assert journal.find("d") is None
     assert len(journal) == 3 and journal.dropped == ""
-    assert journal.attempts("a") == 1 and journal.attempts("d") == 0
-    journal.started("a", {})
+    assert journal.attempts("a") == journal.attempts("d") == 0
     journal.close()
-    again = Journal(path)
-    assert again.attempts("a") == 2
-    again.close()
+
+
+def test_what_was_begun_and_neither_ended_nor_withdrawn_is_counted(tmp_path):
+    path = tmp_path / "j.jsonl"
+    with opened(path) as journal:
+        for key in ("ended", "withdrawn", "dead", "dead", "again", "again"):
+            journal.started(key, {})
+        journal.add("ended", OUTCOMES[0], {})
+        journal.withdrawn("withdrawn")
+        journal.add_all([("again", OUTCOMES[0], {})])
+        journal.started("again", {})
+        expected = {"ended": 0, "withdrawn": 0, "dead": 2, "again": 1}
+        assert {key: journal.attempts(key) for key in expected} == expected
+    with opened(path) as journal:
+        assert {key: journal.attempts(key) for key in expected} == expected
 
 
 def test_each_record_is_one_line_and_on_the_disk_at_once(tmp_path):
@@ -256,7 +267,7 @@ def test_a_journal_in_memory_remembers_and_writes_nothing(tmp_path, monkeypatch)
     with opened(None) as journal:
         journal.started("a", {})
         journal.add("a", FAILURE, {})
-        assert journal.find("a") == FAILURE and journal.attempts("a") == 1
+        assert journal.find("a") == FAILURE and journal.attempts("a") == 0
     assert list(tmp_path.iterdir()) == []
 
 

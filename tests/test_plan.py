@@ -10,10 +10,11 @@ from autoshard.errors import PlanError, WorkloadError
 from autoshard.lowering import lower_step
 from autoshard.plan import Evidence, Plan
 from autoshard.program import trace
+from autoshard.rungs.bench import Bench
 from autoshard.strategy import baselines
 from autoshard.subjects import make_subject
 from autoshard.target import find_target
-from autoshard.trial import Estimate, Measurement
+from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
 from tests import workloads
 
 
@@ -122,8 +123,8 @@ def test_put_shards_the_batch_and_checks_it(plan):
         PlanError, match=r"batch\['y'\]: got float32\[4, 64\], expected float32\[32"
     ):
         plan.put({**host, "y": host["y"][:4]})
-    with pytest.raises(PlanError, match=r"batch\['x'\]: got float64"):
-        plan.put({**host, "x": host["x"].astype(np.float64)})
+    with pytest.raises(PlanError, match=r"batch\['x'\]: got float16"):
+        plan.put({**host, "x": host["x"].astype(np.float16)})
     with pytest.raises(PlanError, match="the batch has structure"):
         plan.put((host["x"], host["y"]))
 
@@ -275,3 +276,39 @@ def test_a_plan_says_what_it_is(searched):
     assert plan.knobs == {}
     assert repr(plan).startswith("<Plan {'mesh'")
     assert isinstance(plan, autoshard.Plan)
+
+
+def test_a_plan_is_checked_where_it_runs(plan):
+    report = plan.check()
+    assert report.passed and report.steps == 2
+    assert {leaf.path for leaf in report.state} == {leaf.path for leaf in plan.program.state}
+    assert 0 < report.worst.error < 1e-4
+
+
+def test_a_plan_that_computes_something_else_is_told(fsdp, monkeypatch):
+    """Its step is lowered from another workload: one that learns twice as fast."""
+    target = find_target(jax.devices())
+    other = make_subject(trace(workloads.mlp(rate=0.2)), target, "free", None)
+    wrong = Plan(other.analysis, other.space, target, fsdp.layout, Evidence()).lower()
+    monkeypatch.setattr(Plan, "lower", lambda self: wrong)
+    with pytest.raises(PlanError, match=r"not compute what it should: .*\n.*state\['params'\]"):
+        fsdp.check()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            "trust",
+            "nothing to compare with, the unsharded step does not run on one device: no room",
+        ),
+        ("set_inputs", "init\\(\\) does not run unsharded: no room"),
+        ("load", "the plan's step cannot be loaded: no room"),
+        ("numerics", "does not compute what it should: no room"),
+    ],
+)
+def test_what_keeps_a_check_from_running_is_told(fsdp, monkeypatch, call, message):
+    full = Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="no room")
+    monkeypatch.setattr(Bench, call, lambda *_: full)
+    with pytest.raises(PlanError, match=message):
+        fsdp.check()

@@ -1,5 +1,6 @@
 """A search that was stopped at any moment goes on from its journal: nothing twice, nothing lost."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import autoshard
@@ -172,6 +174,50 @@ def test_another_program_seed_or_calibration_shares_no_key(
     )
     assert counted["compile"] == 1 and len(lines(journal)) > before
     assert changed.digest != plan.digest
+
+
+def test_who_mends_init_or_the_batches_is_measured_anew(searched, counted, tmp_path):
+    """A failure of the numerics check speaks of the values it was made with."""
+    journal = tmp_path / "j.jsonl"
+    last = outcomes(lines(searched.journal))[-1][1]
+    failure = {
+        "is": "failure",
+        "stage": "profile",
+        "kind": "numerics",
+        "message": "state: not finite",
+        "elapsed_s": 1.0,
+        "missing_bytes": None,
+    }
+    written = lines(searched.journal)
+
+    def failed(**changes):
+        """The journal with the last measured program failed."""
+        records = [
+            {**r, "outcome": failure, **changes} if r["key"] == last and "outcome" in r else r
+            for r in written[1:]
+        ]
+        write_lines(journal, [written[0], *records])
+
+    def raced(**changes):
+        before = counted["race"]
+        autoshard.search(
+            lambda: dataclasses.replace(mlp(), **changes),
+            jax.devices(),
+            budget=workloads.MEASURED,
+            journal=journal,
+            calibration=searched.calibration,
+        )
+        return counted["race"] - before
+
+    failed()
+    assert raced() == 0, "the same values: the failure stands"
+    failed(inputs="of other batches")
+    assert raced() == 1, "the wave that it failed in"
+    init = mlp().init
+    failed()
+    assert raced(init=lambda: {**init(), "count": jnp.int32(1)}) == 2
+    failed()
+    assert raced(sample=None) == 2
 
 
 SCRIPT = """

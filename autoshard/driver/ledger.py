@@ -74,6 +74,7 @@ class Ledger:
       folder: for workers and traces.
       executables: where compiled programs wait to be measured, for as long as this search runs;
         None: they do not.
+      start_s: when the search began, by `time.perf_counter`.
       correction: what measurements taught of rung 1.
       ended: why the search ended.
       notes: what else the user should know.
@@ -93,8 +94,8 @@ class Ledger:
     correction: Correction = dataclasses.field(default_factory=Correction)
     ended: str = "finished"
     notes: list[str] = dataclasses.field(default_factory=list)
-    elapsed_s: dict[str, float] = dataclasses.field(default_factory=dict)
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
+    elapsed_s: dict[str, float] = dataclasses.field(default_factory=dict)
     _timing: str = ""  # the rung whose time runs
 
     @property

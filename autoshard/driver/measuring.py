@@ -2,22 +2,18 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from autoshard.driver.ledger import Ledger, Row
-from autoshard.lowering import lower_init, lower_unsharded
+from autoshard.lowering import lower_unsharded
 from autoshard.module import Module
-from autoshard.program import Program, sample_batch
 from autoshard.rungs import profile
-from autoshard.rungs.bench import Bench, Benches, host_devices
+from autoshard.rungs.bench import Bench, Benches
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.checking import Finalist
+from autoshard.rungs.inputs import Inputs, make_inputs
 from autoshard.rungs.race import Footprint, RaceSettings
-from autoshard.target import Target
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Outcome, Stage
 
 _BATCHES = 2
@@ -54,7 +50,7 @@ class Measuring:
         self.ranking: tuple[int, ...] = ()
         self._ledger = ledger
         self._compile_key = compile_key
-        self._inputs: dict[int, _Inputs] = {}
+        self._inputs: dict[int, Inputs] = {}
 
     def measure(
         self,
@@ -238,44 +234,17 @@ class Measuring:
         known = self._ledger.journal.note(key).get("inputs")
         return failure.kind is not Kind.NUMERICS or known == self._inputs_of(row).digest
 
-    def _inputs_of(self, row: Row) -> "_Inputs":
+    def _inputs_of(self, row: Row) -> Inputs:
         """What the programs of a row's knobs start from, made once."""
         if row.subject not in self._inputs:
             ledger = self._ledger
             program = ledger.subject_of(row).analysis.program
-            batches = [sample_batch(program, ledger.seed + k) for k in range(_BATCHES)]
-            self._inputs[row.subject] = _Inputs(_init(program, ledger.target), batches)
+            self._inputs[row.subject] = make_inputs(program, ledger.target, ledger.seed, _BATCHES)
         return self._inputs[row.subject]
 
     def _rank(self, ranked: Sequence[int]) -> None:
         ok = [i for i in ranked if isinstance(self._ledger.rows[i].profiled, Measurement)]
         self.ranking = (*ok, *(i for i in self._ledger.measured() if i not in set(ok)))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Inputs:
-    """The initial state, as a program that makes it, and the batches of the steps, flat."""
-
-    init: Module
-    batches: list[list[np.ndarray]]
-
-    @property
-    def digest(self) -> str:
-        found = hashlib.sha256(self.init.digest.encode())
-        for batch in self.batches:
-            for value in batch:
-                found.update(np.ascontiguousarray(value).view(np.uint8).data)
-        return found.hexdigest()[:16]
-
-
-def _init(program: Program, target: Target) -> Module:
-    """init() for the host, where JAX has it: one accelerator may not hold the whole state."""
-    if target.platform != "cpu" and host_devices():
-        try:
-            return lower_init(program, "cpu")
-        except Exception:  # something in it is made for the accelerator alone
-            pass
-    return lower_init(program, target.lowering_platform)
 
 
 def _joined(

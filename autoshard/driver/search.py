@@ -86,12 +86,14 @@ def run_search(
     callbacks: Sequence[Callback],
     limit_bytes: int,
     folder: pathlib.Path | None,
+    start_s: float,
 ) -> Found:
     """Runs the rungs; a KeyboardInterrupt or the end of the budget keeps what is known.
 
     Args:
       limit_bytes: what a device may use, headroom taken off.
       folder: for workers' output and traces; None for a temporary one.
+      start_s: when the search began, by `time.perf_counter`.
     """
     with tempfile.TemporaryDirectory(prefix="autoshard-") as scratch:
         ledger = Ledger(
@@ -105,6 +107,8 @@ def run_search(
             limit_bytes=limit_bytes,
             folder=folder or pathlib.Path(scratch),
             executables=pathlib.Path(scratch) / "executables",
+            start_s=start_s,
+            elapsed_s={"trace": time.perf_counter() - start_s},
         )
         compiling = Compiling(ledger, executor)
         measuring = Measuring(ledger, compiling.key)

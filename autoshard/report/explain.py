@@ -112,8 +112,8 @@ def numerics(plan: "Plan") -> str:
     winner = plan.trial
     measured = winner.profiled if winner else None
     if not isinstance(measured, Measurement) or measured.numerics == "unchecked":
-        until = "" if plan.target.is_here else ", until it runs where the devices are"
-        return f"Numerics: unchecked{until}."
+        where = "" if plan.target.is_here else " where the devices are"
+        return f"Numerics: unchecked; plan.check() compares with the unsharded step{where}."
     where = f" at {measured.numerics_where}" if measured.numerics_where else ""
     against = {
         "exact": "the unsharded step",
@@ -122,5 +122,6 @@ def numerics(plan: "Plan") -> str:
     }[measured.numerics]
     return (
         f"Numerics: {measured.numerics}; after 2 steps the change of every state leaf agrees with"
-        f" {against} (largest relative error {measured.numerics_error or 0.0:.1e}{where})."
+        f" {against}, beside what rounding does (largest relative error"
+        f" {measured.numerics_error or 0.0:.1e}{where})."
     )

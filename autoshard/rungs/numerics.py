@@ -18,7 +18,7 @@ allowed
 The last term is sixteen elements that went the other way: such events are rare and all or
 nothing, so that one run says little of how many the next will have. In a healthy f32 leaf the
 noise is a tenth of the tolerance, and there are no jumps. A leaf where the two exceed half
-the change is called noisy: there only gross errors show, and the report names it. So are adam's
+the change is called noisy: there only gross errors show (`NumericsReport.noisy`). So are adam's
 parameters judged; its moments do not amplify, and are judged strictly, so that a wrong gradient
 is still caught. Errors that perturbing the inputs does not excite (long sums added up in another
 order) have the tolerance.

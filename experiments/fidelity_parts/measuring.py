@@ -13,11 +13,10 @@ from autoshard.cost import CostModel
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.journal import Journal
 from autoshard.layout import Candidate
-from autoshard.lowering import lower_init
 from autoshard.module import Module
 from autoshard.plan_file import read_plan
-from autoshard.program import sample_batch
 from autoshard.rungs.bench_client import ChildBench
+from autoshard.rungs.inputs import make_inputs
 from autoshard.rungs.race import Runner
 from autoshard.trial import Estimate, Failure, Stage
 from experiments import pairs
@@ -202,10 +201,8 @@ def _bench(ledger: Ledger, settings: Settings) -> Iterator[ChildBench]:
         executables=ledger.executables,
     )
     try:
-        failure = bench.set_inputs(
-            lower_init(program, ledger.target.lowering_platform),
-            [sample_batch(program, ledger.seed + k) for k in range(_BATCHES)],
-        )
+        inputs = make_inputs(program, ledger.target, ledger.seed, _BATCHES)
+        failure = bench.set_inputs(inputs.init, inputs.batches)
         if failure is not None:
             raise timing.MeasuringError(f"the initial state cannot be made: {failure.message}")
         yield bench

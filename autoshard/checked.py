@@ -1,0 +1,40 @@
+"""A plan's step compared with the unsharded one, on the plan's own devices."""
+
+from autoshard.errors import PlanError
+from autoshard.lowering import lower_unsharded
+from autoshard.module import Module
+from autoshard.program import Program
+from autoshard.rungs.bench import Bench
+from autoshard.rungs.inputs import make_inputs
+from autoshard.rungs.numerics import NumericsReport
+from autoshard.target import Target
+from autoshard.trial import Failure
+
+
+def compared(
+    program: Program, target: Target, step: Module, *, steps: int, seed: int
+) -> NumericsReport:
+    """Runs both from one initial state. See `Plan.check`."""
+    inputs = make_inputs(program, target, seed, steps)
+    bench = Bench(target.placed)
+    try:
+        _must(bench.set_inputs(inputs.init, inputs.batches), "init() does not run unsharded")
+        unsharded = lower_unsharded(program, target)
+        _must(
+            bench.trust("the unsharded step", unsharded, steps),
+            "there is nothing to compare with, the unsharded step does not run on one device",
+        )
+        _must(bench.load("the plan", step), "the plan's step cannot be loaded")
+        report = bench.numerics("the plan", "the unsharded step")
+    finally:
+        bench.unload("the plan")
+    if isinstance(report, Failure):
+        raise PlanError(f"the plan's step does not compute what it should: {report.message}")
+    if (failure := report.failure()) is not None:
+        raise PlanError(f"the plan's step does not compute what it should: {failure.message}")
+    return report
+
+
+def _must(outcome: object, what: str) -> None:
+    if isinstance(outcome, Failure):
+        raise PlanError(f"{what}: {outcome.message}")
