@@ -1,9 +1,10 @@
 """Whether a recorded plan may run here: model, target, versions, memory, collectives."""
 
+import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard import hlo
 from autoshard.analysis import analyse
@@ -12,7 +13,7 @@ from autoshard.catalogue import catalogue
 from autoshard.compat.device_order import known_kind
 from autoshard.compat.versions import versions
 from autoshard.driver import Subject
-from autoshard.errors import PlanError, TargetError, WorkloadError
+from autoshard.errors import AutoshardError, PlanError, TargetError, WorkloadError
 from autoshard.lowering import lower_step
 from autoshard.plan import Plan
 from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
@@ -45,7 +46,10 @@ def checked_plan(
     if wrong:
         raise PlanError(f"{path} is for another model:", wrong)
     layout = record.candidate.layout
-    subject = make_subject(program, target, "free", None, record.fixed_leaves, record.fixed_axes)
+    with _lowering(path, target):
+        subject = make_subject(
+            program, target, "free", None, record.fixed_leaves, record.fixed_axes
+        )
     space = dataclasses.replace(subject.space, meshes=(layout.mesh, *subject.space.meshes))
     subject = Subject(analysis=subject.analysis, space=space)
     reason = space.contains(record.candidate)
@@ -80,7 +84,7 @@ def checked_plan(
             " plan was made"
         )
     notes += target_notes(record.target, target)
-    notes += _compiled_differences(record, subject, target)
+    notes += _compiled_differences(path, record, subject, target)
     evidence = dataclasses.replace(record.evidence, notes=tuple(dict.fromkeys(notes)))
     return Plan(subject.analysis_for(layout), space, target, layout, evidence)
 
@@ -143,10 +147,26 @@ def _in_words(arranged: object) -> str:
     )
 
 
-def _compiled_differences(record: PlanRecord, subject: Subject, target: Target) -> list[str]:
+@contextlib.contextmanager
+def _lowering(path: str | os.PathLike[str], target: Target) -> Iterator[None]:
+    """What JAX cannot lower for these devices (a kernel of another platform) is a PlanError."""
+    try:
+        yield
+    except AutoshardError:
+        raise
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        raise PlanError(
+            f"the step of {path} cannot be lowered for {target.describe()}: {error}"
+        ) from error
+
+
+def _compiled_differences(
+    path: str | os.PathLike[str], record: PlanRecord, subject: Subject, target: Target
+) -> list[str]:
     """Compiles the step; raises if it does not fit, lists how its collectives differ."""
     specs = subject.space.specs(record.candidate.layout)
-    module = lower_step(subject.analysis_for(record.candidate.layout), specs, target)
+    with _lowering(path, target):
+        module = lower_step(subject.analysis_for(record.candidate.layout), specs, target)
     if target.platform == "cpu" or not target.is_here:
         with tempfile.TemporaryDirectory(prefix="autoshard-") as folder:
             result = compile_in_process(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 import autoshard
 from autoshard import api, validity
@@ -284,6 +285,26 @@ def test_a_plan_that_no_longer_compiles_is_an_error(saved, monkeypatch):
     failure = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="the compiler is unwell")
     monkeypatch.setattr(validity, "compile_in_process", lambda request: failure)
     assert "does not compile here: crash: the compiler is unwell" in str(refused(saved))
+
+
+def test_a_kernel_of_another_platform_is_a_plan_error(saved, tmp_path):
+    """A Pallas kernel can be lowered for TPUs and GPUs, not for CPU devices."""
+
+    def model_fn():
+        workload = mlp()
+
+        def step(state, batch):
+            new, metrics = workload.step(state, batch)
+            doubled = pl.pallas_call(
+                lambda x, y: y.__setitem__(..., x[...] * 2),
+                out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+            )(jnp.ones((8, 128)) * metrics["loss"])
+            return new, {**metrics, "loss": doubled[0, 0]}
+
+        return dataclasses.replace(workload, step=step)
+
+    error = refused(saved, model_fn)
+    assert "cannot be lowered for 8 fake cpu devices: Only interpret mode" in str(error)
 
 
 def test_a_plan_too_large_for_a_live_accelerator_is_a_plan_error(saved, monkeypatch):
