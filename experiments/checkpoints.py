@@ -6,14 +6,12 @@ from typing import Any
 import jax
 
 
-def save(folder: pathlib.Path, step: int, state: Any) -> pathlib.Path:
-    """Writes `state` to `folder/step`, waits until it is on disk, and returns where it is."""
+def save(path: pathlib.Path, state: Any) -> None:
+    """Writes `state` to `path`, where nothing may be yet, and waits until it is on disk."""
     import orbax.checkpoint as ocp
 
-    path = (folder / f"{step:06d}").absolute()
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-    return path
+        checkpointer.save(path.absolute(), state)
 
 
 def restore(path: pathlib.Path, abstract_state: Any, shardings: Any) -> Any:

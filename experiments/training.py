@@ -1,7 +1,8 @@
-"""The training loop: runs a plan, reports loss and throughput, evaluates, keeps checkpoints."""
+"""The training loop: runs a plan, reports loss and throughput, evaluates, keeps what it made."""
 
 import dataclasses
 import itertools
+import json
 import pathlib
 import time
 from collections.abc import Callable, Iterable
@@ -47,7 +48,7 @@ class Progress:
     """One line of the log.
 
     Attributes:
-      step: steps done.
+      step: steps done, those of earlier calls included.
       loss: of the last batch.
       units_per_s: throughput since the line before, evaluation and compilation left out.
       validation_loss: mean over the held-out batches, where they were evaluated.
@@ -67,39 +68,49 @@ def train(
     units_per_step: int,
     unit: str = "tokens",
     state: Any = None,
+    done: int = 0,
     evaluation: Evaluation | None = None,
     log: Callable[[str], None] = print,
     log_every: int = 20,
+    figures: pathlib.Path | None = None,
     checkpoint_folder: pathlib.Path | None = None,
 ) -> tuple[Any, list[Progress]]:
     """Trains for `steps` steps and returns the last state and the log.
+
+    What an earlier run left is kept: where a path is taken, the first vacant one of `<path>-2`,
+    `<path>-3` is chosen, before the first step.
 
     Args:
       batches: host batches; `steps` of them are taken.
       units_per_step: tokens (or whatever `unit` says) in a batch.
       state: where to go on; else `plan.init()`.
+      done: steps that `state` has behind it.
       log: is given one line of text every `log_every` steps.
-      checkpoint_folder: where the last state is saved with orbax, if anywhere.
+      figures: file that takes the log, one line of JSON each, before the checkpoint is saved.
+      checkpoint_folder: where the last state is saved with orbax, named by the steps behind it.
     """
+    figures = figures and _vacant(figures)
+    checkpoint = checkpoint_folder and _vacant(checkpoint_folder / f"{done + steps:06d}")
     state = plan.init() if state is None else state
     evaluate = plan.jit(evaluation.metrics) if evaluation else None
     held_out = [plan.put(batch) for batch in evaluation.batches] if evaluation else []
     history: list[Progress] = []
     timed_steps, timed_s = 0, 0.0
 
-    for step, batch in enumerate(itertools.islice(batches, steps), start=1):
+    first, final = done + 1, done + steps
+    for step, batch in enumerate(itertools.islice(batches, steps), start=first):
         started = time.perf_counter()
         state, metrics = plan.step(state, plan.put(batch))
         loss = float(metrics["loss"])  # waits, so that the clock sees the step
-        if step > 1:  # the first step may compile
+        if step > first:  # the first step may compile
             timed_steps, timed_s = timed_steps + 1, timed_s + time.perf_counter() - started
 
-        last = step == steps
+        last = step == final
         validation_loss = None
         if evaluate and evaluation and (last or step % evaluation.every == 0):
             losses = [float(evaluate(state, batch)["loss"]) for batch in held_out]
             validation_loss = float(np.mean(losses))
-        if last or step == 1 or step % log_every == 0 or validation_loss is not None:
+        if last or step == first or step % log_every == 0 or validation_loss is not None:
             line = Progress(
                 step=step,
                 loss=loss,
@@ -110,9 +121,20 @@ def train(
             log(_text(line, unit))
             timed_steps, timed_s = 0, 0.0
 
-    if checkpoint_folder is not None:
-        log(f"checkpoint: {checkpoints.save(checkpoint_folder, steps, state)}")
+    if figures is not None:
+        lines = [json.dumps(dataclasses.asdict(line)) for line in history]
+        figures.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        log(f"figures: {figures}")
+    if checkpoint is not None:
+        checkpoints.save(checkpoint, state)
+        log(f"checkpoint: {checkpoint}")
     return state, history
+
+
+def _vacant(path: pathlib.Path) -> pathlib.Path:
+    """The path, or the first of `<path>-2`, `<path>-3` and so on that nothing has."""
+    others = (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(2))
+    return next(p for p in itertools.chain((path,), others) if not p.exists())
 
 
 def _text(line: Progress, unit: str) -> str:

@@ -5,12 +5,12 @@ Question: what layout does the search find for a byte-level decoder on fake CPU 
 Command: scripts/tune   (or python -m experiments.tune --devices=8 --steps=150)
 Cost: about 3 minutes on 2 cores, half of them search.
 Expected: a ranked table of finalists and baselines; a validation loss that falls below 2.5 nats a
-  byte; plan.json, the journal and the profiler trace in the run folder.
+  byte; plan.json, the journal and the profiler trace in the run folder. A second run in the same
+  folder writes its figures and its checkpoint beside those of the first.
 """
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import time
 
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
 
     if _STEPS.value:
         held_out = itertools.islice(task.batches("validation", 0), HELD_OUT_BATCHES)
-        _, history = training.train(
+        training.train(
             plan,
             task.batches("train", _SEED.value),
             _STEPS.value,
@@ -90,10 +90,9 @@ def main(argv: list[str]) -> None:
                 metrics=task.evaluate, batches=tuple(held_out), every=max(1, _STEPS.value // 4)
             ),
             log=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+            figures=run / "training.jsonl",
             checkpoint_folder=run / "checkpoints" if _CHECKPOINT.value else None,
         )
-        lines = [json.dumps(dataclasses.asdict(line)) for line in history]
-        (run / "training.jsonl").write_text("\n".join(lines) + "\n")
 
     console.print(f"\nEverything is in {run.resolve()}:", highlight=False, soft_wrap=True)
     for path in sorted(run.iterdir()):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -107,3 +109,68 @@ def test_a_checkpoint_comes_back_with_other_shardings(tmp_path):
     for path, leaf in jax.tree_util.tree_leaves_with_path(restored):
         assert leaf.sharding.mesh.size == 4, path
     jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_a_second_run_in_the_same_folder_keeps_what_the_first_left(tmp_path):
+    """Orbax refuses a destination that is there; it used to be asked after the last step."""
+    lines, states = [], []
+    for seed in (0, 1):
+        state, _ = training.train(
+            fake_plan(),
+            batches(seed),
+            2,
+            units_per_step=8,
+            log=lines.append,
+            figures=tmp_path / "training.jsonl",
+            checkpoint_folder=tmp_path / "checkpoints",
+        )
+        states.append(state)
+    said = [line for line in lines if line.startswith("checkpoint: ")]
+    first, second = tmp_path / "checkpoints" / "000002", tmp_path / "checkpoints" / "000002-2"
+    assert said == [f"checkpoint: {first}", f"checkpoint: {second}"]
+    abstract = jax.eval_shape(workload().init)
+    here = jax.tree.map(lambda _: jax.devices()[0], abstract)
+    shardings = jax.tree.map(jax.sharding.SingleDeviceSharding, here)
+    for path, state in zip((first, second), states, strict=True):
+        jax.tree.map(
+            np.testing.assert_array_equal, checkpoints.restore(path, abstract, shardings), state
+        )
+    kept = [(tmp_path / name).read_text() for name in ("training.jsonl", "training-2.jsonl")]
+    assert kept[0] != kept[1]
+    assert [json.loads(line)["step"] for line in kept[1].splitlines()] == [1, 2]
+
+
+def test_a_checkpoint_is_named_by_all_steps_that_its_state_has_behind_it(tmp_path):
+    plan = fake_plan()
+    state, _ = training.train(plan, batches(0), 3, units_per_step=8, log=lambda _: None)
+    _, history = training.train(
+        plan,
+        batches(1),
+        2,
+        units_per_step=8,
+        log=lambda _: None,
+        state=state,
+        done=3,
+        checkpoint_folder=tmp_path,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["000005"]
+    assert [line.step for line in history] == [4, 5]
+
+
+def test_the_figures_are_written_before_the_checkpoint(tmp_path, monkeypatch):
+    def full(path, state):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoints, "save", full)
+    figures = tmp_path / "training.jsonl"
+    with pytest.raises(OSError, match="no space"):
+        training.train(
+            fake_plan(),
+            batches(0),
+            2,
+            units_per_step=8,
+            log=lambda _: None,
+            figures=figures,
+            checkpoint_folder=tmp_path,
+        )
+    assert len(figures.read_text().splitlines()) == 2
