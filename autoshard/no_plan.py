@@ -104,7 +104,8 @@ def why_no_plan(
 _SYNTHETIC = " The batches were synthetic (normal floats, integers 0 or 1): give Workload.sample."
 
 _REMEDIES = {
-    Kind.TIMEOUT: "give each compilation longer: Budget(compile_seconds=...)",
+    Kind.TIMEOUT: "give each compilation longer: Budget(compile_seconds=...); where an executor was"
+    " given, see whether its workers still run",
     Kind.CRASH: "see the message, and the workers' output in the folder workers/ beside the"
     " journal; where an executor was given, whether it still runs",
     Kind.UNSUPPORTED: "change in the step what the message names, or take another jax",

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,6 +22,14 @@ from autoshard.rungs.compile_job import (
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import stop_workers
 from autoshard.trial import Estimate, Failure, Kind, Stage
+
+_SILENT_S = 600.0
+"""Besides two limits of one compile, how long a user's executor may answer nothing: it may start
+machines, and have other work before ours."""
+
+_GRACE_S = 30.0
+"""What was given to a user's executor is waited for at least so long: also what a search whose
+seconds are spent compiles in order to return a plan at all."""
 
 
 class _Asked(NamedTuple):
@@ -45,13 +54,25 @@ class Compiling:
         # The user's executor may compile on other machines, whose programs are not for this one.
         self._executables = ledger.executables if executor is None else None
         self._waiting: dict[concurrent.futures.Future[CompileResult | Failure], _Asked] = {}
+        # Of a user's executor alone: when it was last given something, and last answered; and what
+        # is said of candidates since it is taken for lost.
+        self._theirs = executor is not None
+        self._given_s = self._heard_s = 0.0
+        self._answered = False
+        self._lost: Failure | None = None
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Makes the executor, where the user gave none; ends it and its workers."""
+        """Makes the executor, where the user gave none; ends it and its workers.
+
+        The user's own goes on without what is still in its queue.
+        """
         target = self._ledger.target
         if self._executor is not None or (target.is_here and target.platform != "cpu"):
-            yield
+            try:
+                yield
+            finally:
+                self._cancel()
             return
         workers = min(2, os.cpu_count() or 1)
         threads: list[int] = []
@@ -91,6 +112,9 @@ class Compiling:
             if found is not None:
                 row.compiled = found
                 continue
+            if self._lost is not None:
+                row.compiled = self._lost
+                continue
             if self._executor is None and ledger.journal.attempts(key) > 1:
                 self._record(row, key, _crashed())
                 continue
@@ -122,21 +146,88 @@ class Compiling:
                 row.compiled = failure_of(error, Stage.COMPILE, 0.0)
             else:
                 self._waiting[future] = _Asked(row, key, module)
+                self._given_s = time.perf_counter()
 
     def finish(self) -> None:
-        """Waits for what was begun, and records it."""
+        """Waits for what was begun, and records it.
+
+        A user's executor is waited for until the budget's seconds are spent, or it has been silent
+        for long: what it still has is then a failure, of which nothing is recorded.
+        """
         ledger, total = self._ledger, self._ledger.budget.compiles
-        for future in concurrent.futures.as_completed(tuple(self._waiting)):
-            asked = self._waiting.pop(future)
-            try:
-                result = future.result()
-            except Exception as error:  # the executor lost its worker: that says nothing of the row
-                asked.row.compiled = failure_of(error, Stage.COMPILE, 0.0)
-            else:
-                self._record(asked.row, asked.key, self._priced(asked.row, asked.module, result))
-            ledger.tell(
-                Stage.COMPILE, self.count - len(self._waiting), total, "compiling candidates"
+        begin = time.perf_counter()
+        while self._waiting:
+            done, _ = concurrent.futures.wait(
+                self._waiting, self._patience_s(), concurrent.futures.FIRST_COMPLETED
             )
+            if not done:
+                self._give_up(begin)
+                return
+            self._answered, self._heard_s = True, time.perf_counter()
+            for future in [f for f in self._waiting if f in done]:  # in the order begun
+                asked = self._waiting.pop(future)
+                try:
+                    result = future.result()
+                except Exception as error:  # the executor lost its worker: no word on the row
+                    asked.row.compiled = failure_of(error, Stage.COMPILE, 0.0)
+                else:
+                    outcome = self._priced(asked.row, asked.module, result)
+                    self._record(asked.row, asked.key, outcome)
+                ledger.tell(
+                    Stage.COMPILE, self.count - len(self._waiting), total, "compiling candidates"
+                )
+
+    def interrupted(self) -> None:
+        """Takes back what waits in a user's executor; one that never answered is given no more."""
+        if self._waiting and self._theirs:
+            if not self._answered:
+                self._lost = self._silence(self._given_s)
+            self._cancel()
+
+    def _patience_s(self) -> float | None:
+        """How long the next answer is waited for; None without limit: our own workers have one."""
+        if not self._theirs:
+            return None
+        budget, now = self._ledger.budget, time.perf_counter()
+        until = max(self._given_s, self._heard_s) + _SILENT_S + 2 * budget.compile_seconds
+        if budget.seconds is not None:
+            spent = self._ledger.start_s + budget.seconds
+            until = min(until, max(spent, self._given_s + _GRACE_S))
+        return max(0.0, until - now)
+
+    def _give_up(self, begin: float) -> None:
+        """Fails what a user's executor has not answered, and takes it back.
+
+        Args:
+          begin: since when it is waited for. If nothing came since, the executor is taken for lost.
+        """
+        failure = self._silence(max(self._given_s, self._heard_s))
+        for asked in self._waiting.values():
+            asked.row.compiled = failure
+        self._cancel()
+        if self._heard_s < begin:
+            self._lost = failure
+
+    def _silence(self, since: float) -> Failure:
+        """What is said of a candidate that a user's executor did not answer."""
+        name, elapsed_s = type(self._executor).__name__, time.perf_counter() - since
+        said, more = f"the executor {name} has answered nothing for {elapsed_s:.1f} s", ""
+        if self._ledger.ended != "interrupted" and self._ledger.late(1.0):
+            said += f" and Budget(seconds={self._ledger.budget.seconds:g}) is spent"
+            more = "; or give the search more seconds"
+        return Failure(
+            stage=Stage.COMPILE,
+            kind=Kind.TIMEOUT,
+            message=f"{said}: see whether its workers still run and can be reached, and whether"
+            f" they have other work{more}; without an executor this machine compiles",
+            elapsed_s=elapsed_s,
+        )
+
+    def _cancel(self) -> None:
+        """Takes back what waits; what a worker has begun goes on there until its time limit."""
+        for future in self._waiting:
+            future.cancel()
+        self._waiting.clear()
 
     def key(self, row: Row) -> str:
         target = self._ledger.target

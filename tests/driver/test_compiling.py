@@ -1,11 +1,13 @@
 """Rung 2's own pool: what it leaves behind when a search is interrupted."""
 
 import concurrent.futures
+import dataclasses
 import threading
 import time
 
 import pytest
 
+import autoshard
 from autoshard.driver import compiling
 from autoshard.driver.compiling import Compiling
 from autoshard.driver.measuring import opened_bench
@@ -13,6 +15,7 @@ from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.worker import WorkerSettings, worker_here
 from autoshard.trial import Failure, Kind, Stage
 from tests.analysed import target
+from tests.workloads import UNMEASURED
 
 
 class Interrupted:
@@ -64,3 +67,71 @@ def test_the_bench_looks_where_the_compiler_wrote(ledger, tmp_path):
     with opened_bench(ledger) as bench:
         assert isinstance(bench, ChildBench)
         assert bench._executables == tmp_path
+
+
+class Silent(concurrent.futures.Executor):
+    """A cluster all of whose workers are gone: it takes everything and answers `answers` jobs."""
+
+    def __init__(self, answers: int = 0):
+        self.answers = answers
+        self.given: list[concurrent.futures.Future] = []
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = concurrent.futures.Future()
+        self.given.append(future)
+        if len(self.given) <= self.answers:
+            future.set_result(fn(*args, **kwargs))
+        return future
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(compiling, "_GRACE_S", 0.1)
+    # In all a tenth of a second, though a compilation may take its time.
+    monkeypatch.setattr(compiling, "_SILENT_S", 0.1 - 2 * UNMEASURED.compile_seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, r"timeout.*Silent has answered nothing for .* s: see whether its workers"),
+        (1.0, r"timeout.*Silent.*Budget\(seconds=1\) is spent: .* more seconds"),
+    ],
+)
+def test_an_executor_whose_workers_are_gone_ends_the_search(
+    quick, impatient, monkeypatch, seconds, said
+):
+    if seconds:
+        monkeypatch.setattr(compiling, "_SILENT_S", 600.0)
+    executor = Silent()
+    with pytest.raises(autoshard.NoPlanError, match=said):
+        quick(executor=executor, budget=dataclasses.replace(UNMEASURED, seconds=seconds))
+    assert executor.given and all(future.cancelled() for future in executor.given)
+    first = UNMEASURED.compiles
+    assert len(executor.given) <= first, "nothing is given to an executor that answers nothing"
+
+
+def test_what_an_executor_answered_before_it_fell_silent_is_planned(quick, impatient, tmp_path):
+    executor, journal = Silent(answers=2), tmp_path / "journal.jsonl"
+    budget = dataclasses.replace(UNMEASURED, compiles=6)
+    plan = quick(executor=executor, budget=budget, journal=journal)
+    failures = [t.failure for t in plan.evidence.trials if isinstance(t.compiled, Failure)]
+    assert failures and {f.kind for f in failures} == {Kind.TIMEOUT}
+    assert all(f.elapsed_s > 0 for f in failures)
+    assert journal.read_text().count("timeout") == 0, "it says nothing of the candidates"
+    assert all(future.cancelled() for future in executor.given[2:])
+
+
+def test_after_ctrl_c_nothing_stays_in_the_queue_of_a_users_executor(quick):
+    executor = Silent()
+
+    pressed: list[autoshard.Event] = []
+
+    def press(event: autoshard.Event) -> None:
+        if event.stage is Stage.COMPILE and executor.given and not pressed:
+            pressed.append(event)
+            raise KeyboardInterrupt
+
+    with pytest.raises(autoshard.NoPlanError):
+        quick(executor=executor, callbacks=[press])
+    assert executor.given and all(future.cancelled() for future in executor.given)
