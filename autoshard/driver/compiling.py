@@ -54,9 +54,9 @@ class Compiling:
         # The user's executor may compile on other machines, whose programs are not for this one.
         self._executables = ledger.executables if executor is None else None
         self._waiting: dict[concurrent.futures.Future[CompileResult | Failure], _Asked] = {}
+        self._theirs = executor is not None
         # Of a user's executor alone: when it was last given something, and last answered; and what
         # is said of candidates since it is taken for lost.
-        self._theirs = executor is not None
         self._given_s = self._heard_s = 0.0
         self._answered = False
         self._lost: Failure | None = None
@@ -136,7 +136,8 @@ class Compiling:
             request = request_for(
                 module,
                 ledger.target,
-                str(ledger.folder / "workers" / "compile"),
+                # Another machine may not have this folder, nor may make it.
+                None if self._theirs else str(ledger.folder / "workers" / "compile"),
                 ledger.budget.compile_seconds,
                 self._executables,
             )

@@ -74,14 +74,14 @@ class CompileRequest:
 def request_for(
     module: Module,
     target: Target,
-    folder: str,
+    folder: str | None,
     time_limit_s: float,
     executables: Path | None = None,
 ) -> CompileRequest:
     """How to compile a module for a target in a worker: for CPUs, or for what is not here.
 
     Args:
-      folder: for the worker's output.
+      folder: for the worker's output; None where it may run on another machine, see WorkerSettings.
       executables: takes the executable, where the target is here; None for none.
     """
     return CompileRequest(

@@ -15,6 +15,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -45,14 +46,15 @@ class WorkerSettings:
       platform: the only platform its JAX may open: "cpu", "cuda", "rocm" or "tpu".
       deviceless: it compiles for hardware that is not here; its platform is "cpu".
       device_count: how many CPU devices it makes; ignored elsewhere.
-      folder: where its output goes, one file per process; made when missing.
+      folder: where its output goes, one file per process; made when missing. None for a temporary
+        one of each process's own, which goes with it: where this is read by another machine.
       start_limit_s: how long starting (importing JAX) may take, seconds.
       nice: how far it stands back behind other processes for a core; see os.nice.
     """
 
     platform: str
     device_count: int
-    folder: str
+    folder: str | None
     start_limit_s: float = 300.0
     deviceless: bool = False
     nice: int = 0
@@ -167,8 +169,13 @@ class _Child:
     """The process, its two pipes and its output file."""
 
     def __init__(self, settings: WorkerSettings):
-        folder = Path(settings.folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        self._own: tempfile.TemporaryDirectory[str] | None = None
+        if settings.folder is None:
+            self._own = tempfile.TemporaryDirectory(prefix="autoshard-", ignore_cleanup_errors=True)
+            folder = Path(self._own.name)
+        else:
+            folder = Path(settings.folder)
+            folder.mkdir(parents=True, exist_ok=True)
         request_read, self._request_write = os.pipe()
         self._answer_read, answer_write = os.pipe()
         name = f"worker-{os.getpid()}-{time.time_ns():x}.stderr"
@@ -226,14 +233,15 @@ class _Child:
         return f"died of {signal.Signals(-code).name}{hint}"
 
     def tail(self) -> str:
-        """The last lines of its output, led by a line that says where the rest is; "" if none."""
+        """The last lines of its output, led by where the rest is if that stays; "" if none."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - 8192))
                 lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
         except FileNotFoundError:
             return ""
-        return "\n".join([f"; its last output, from {self.log}:", *lines]) if lines else ""
+        where = "" if self._own else f", from {self.log}"
+        return "\n".join([f"; its last output{where}:", *lines]) if lines else ""
 
     def kill(self) -> None:
         """Kills the whole process group and frees the pipes; once."""
@@ -245,6 +253,8 @@ class _Child:
         with contextlib.suppress(FileNotFoundError):  # whoever owns the folder may have removed it
             if self.log.stat().st_size == 0:
                 self.log.unlink()
+        if self._own:
+            self._own.cleanup()
 
 
 def _wait(fd: int, event: int, deadline: float) -> None:

@@ -62,6 +62,22 @@ def test_what_this_search_compiles_itself_waits_to_be_measured(quick, monkeypatc
     assert folder is None or not folder.exists(), "gone with the search"
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_only_workers_here_are_told_of_a_folder_here(quick, monkeypatch, tmp_path, own):
+    """On another machine nobody may be allowed to make /home/alice/p/workers."""
+    folders = set()
+    compile_ = compiling.compile_in_process
+
+    def noting(request):
+        folders.add(request.settings.folder)
+        return compile_(request)
+
+    monkeypatch.setattr(compiling, "compile_in_process", noting)
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        quick(executor=None if own else executor, journal=tmp_path / "journal.jsonl")
+    assert folders == {str(tmp_path / "workers" / "compile") if own else None}
+
+
 def test_the_bench_looks_where_the_compiler_wrote(ledger, tmp_path):
     ledger.executables = tmp_path
     with opened_bench(ledger) as bench:

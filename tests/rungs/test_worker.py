@@ -2,6 +2,7 @@ import concurrent.futures
 import os
 import signal
 import sys
+import tempfile
 import time
 
 import jax
@@ -44,6 +45,20 @@ def test_garbage_on_stdout_and_stderr_is_harmless_and_stays_in_the_folder(worker
     log = max(os.scandir(worker.settings.folder), key=lambda entry: entry.stat().st_size)
     with open(log) as file:
         assert "garbage on stdout\n" in file.read()
+
+
+def test_a_worker_without_a_folder_has_its_own_until_it_closes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=1, folder=None))
+    for _ in range(2):
+        assert call(worker, os.write, 2, b"what went wrong\n") == 16
+        assert len(list(tmp_path.iterdir())) == 1
+        failure = call(worker, os.abort)
+        assert "its last output:\nwhat went wrong" in failure.message
+        assert not list(tmp_path.iterdir())
+    call(worker, len, "start it")
+    worker.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_hang_is_killed_at_the_limit(worker):
