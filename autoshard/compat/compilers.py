@@ -2,17 +2,22 @@
 
 Read from the metadata of the installed packages alone: asking costs milliseconds and loads no
 compiler. jax itself states which libtpu it was built for (its extra `tpu`); the CUDA plugin and its
-compiler (`jax-cuda12-plugin`, `jax-cuda12-pjrt`, or cuda13) must be of jaxlib's own version.
+compiler (`jax-cuda12-plugin`, `jax-cuda12-pjrt`, or cuda13) must be of jaxlib's own version. The
+options that compilers are given are here too: they read them from the environment.
 """
 
 import dataclasses
 import importlib.metadata
+import os
 import re
 
+from autoshard.compat.deviceless import XLA_FLAGS
 from autoshard.errors import TargetError
 
 CUDA_VERSIONS = ("12", "13")
 """Releases of CUDA that jax has plugins for; where both are installed, the first one that fits."""
+
+_FAKE_DEVICES = "--xla_force_host_platform_device_count"
 
 _REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?(?P<spec>[^;)]*)\)?")
 _CLAUSE = re.compile(r"(==|>=|<=|<|>|!=|~=)\s*([0-9][0-9A-Za-z.+*-]*)")
@@ -54,13 +59,45 @@ def compiler_version(platform: str) -> str | None:
 
 
 def compilers_here(lowered_for: str | None) -> str:
-    """The versions that decide what a module is compiled to, such as `jaxlib 0.10.2`.
+    """The versions and options that decide what a module is compiled to, such as `jaxlib 0.10.2`.
 
     Args:
       lowered_for: "tpu" or "cuda" for hardware that is not here; None for this machine's own CPUs.
     """
-    jaxlib = f"jaxlib {_version('jaxlib')}"
-    return jaxlib if lowered_for is None else f"{jaxlib}, {compiler_version(lowered_for)}"
+    versions = f"jaxlib {_version('jaxlib')}"
+    if lowered_for is not None:
+        versions += f", {compiler_version(lowered_for)}"
+    options = compiler_options(lowered_for or "cpu", deviceless=lowered_for is not None)
+    return f"{versions} with {options}" if options else versions
+
+
+def compiler_options(platform: str, *, deviceless: bool = False) -> str:
+    """The options that a compiler takes from this process's environment; "" for none.
+
+    Where nothing but the place of a dump is named, it is an option too.
+
+    Args:
+      platform: "cpu", "cuda", "rocm" or "tpu".
+      deviceless: for hardware that is not here.
+
+    Returns:
+      XLA_FLAGS, and for TPUs LIBTPU_INIT_ARGS, each sorted; of an option given twice the last,
+      which counts. Without what says how many devices a CPU makes, and without what is set anyway.
+    """
+    ours = {_FAKE_DEVICES}
+    if deviceless:
+        ours |= _named(XLA_FLAGS).keys()
+    variables = ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if platform == "tpu" else ("XLA_FLAGS",)
+    found: list[str] = []
+    for variable in variables:
+        named = _named(os.environ.get(variable, ""))
+        found += sorted(option for name, option in named.items() if name not in ours)
+    return " ".join(found)
+
+
+def _named(options: str) -> dict[str, str]:
+    """Name -> the last option of it, `--name=value`."""
+    return {option.partition("=")[0]: option for option in options.split()}
 
 
 def require_compiler(platform: str) -> str:

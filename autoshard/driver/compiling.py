@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from autoshard.compat.compilers import compiler_version
+from autoshard.compat.compilers import compiler_options, compiler_version
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.hlo import HloError
 from autoshard.module import Module
@@ -232,13 +232,17 @@ class Compiling:
 
     def key(self, row: Row) -> str:
         target = self._ledger.target
+        platform = target.lowering_platform
+        options = compiler_options(platform, deviceless=not target.is_here)
         return self._ledger.key(
             "compile",
             self._ledger.subject_of(row),
             row.candidate,
             platform=target.platform,
             device=target.device_kind,
-            compiler="" if target.is_here else compiler_version(target.lowering_platform),
+            compiler="" if target.is_here else compiler_version(platform),
+            # Without options as it was before they counted: those journals are still found.
+            **({"options": options} if options else {}),
         )
 
     def known(self, row: Row) -> bool:

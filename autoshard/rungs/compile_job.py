@@ -129,13 +129,13 @@ def compile_in_process(request: CompileRequest) -> CompileResult | Failure:
     """`compile_module_job` in this thread's own worker: submit it to any Executor.
 
     Raises:
-      WorkerError: this machine has other compilers than the search asks.
+      WorkerError: this machine has other compilers, or other options for them, than the search.
     """
     here = compilers_here(request.hardware.platform if request.hardware else None)
     if request.compilers and here != request.compilers:
         raise WorkerError(
             f"{platform.node()} compiles with {here}, the search expects {request.compilers}:"
-            " install the same versions there"
+            " install the same versions there, and set the same XLA_FLAGS and LIBTPU_INIT_ARGS"
         )
     worker = worker_here(request.settings)
     return compile_module_job(

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import autoshard
 from autoshard.compat import deviceless
+from autoshard.compat.compilers import compiler_options
 from autoshard.errors import WorkerError
 from autoshard.trial import Failure, Kind, Stage
 
@@ -283,16 +284,18 @@ _of_threads: "weakref.WeakValueDictionary[int, WorkerProcess]" = weakref.WeakVal
 
 
 def worker_here(settings: WorkerSettings) -> WorkerProcess:
-    """The worker of the calling thread, kept for its next call with the same settings.
+    """The worker of the calling thread, kept for its next call with the same settings and options.
 
     So a job submitted to any `concurrent.futures.Executor` finds a warm worker, one for each
     thread or process of the executor.
     """
     worker = getattr(_here, "worker", None)
-    if worker is None or worker.settings != settings:
+    options = compiler_options("tpu")  # of all compilers: the child has what it was started with
+    if worker is None or worker.settings != settings or _here.options != options:
         if worker is not None:
             worker.close()
         worker = _here.worker = _of_threads[threading.get_ident()] = WorkerProcess(settings)
+        _here.options = options
     return worker
 
 

@@ -4,8 +4,14 @@ import importlib.metadata
 
 import pytest
 
-from autoshard.compat import compilers
-from autoshard.compat.compilers import compiler_version, install_command, require_compiler
+from autoshard.compat import compilers, deviceless
+from autoshard.compat.compilers import (
+    compiler_options,
+    compiler_version,
+    compilers_here,
+    install_command,
+    require_compiler,
+)
 from autoshard.errors import TargetError
 
 JAX = {"jax": "0.10.2", "jaxlib": "0.10.2"}
@@ -129,3 +135,47 @@ def test_the_installed_jax_states_which_libtpu_it_needs():
 )
 def test_versions_are_compared_as_numbers(version, specifier, expected):
     assert compilers._fits(version, specifier) is expected
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Sets XLA_FLAGS and LIBTPU_INIT_ARGS."""
+
+    def set_options(xla=None, libtpu=None):
+        for name, text in (("XLA_FLAGS", xla), ("LIBTPU_INIT_ARGS", libtpu)):
+            if text is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, text)
+
+    return set_options
+
+
+@pytest.mark.parametrize("empty", [None, "", "  ", "--xla_force_host_platform_device_count=8"])
+def test_without_options_a_compiler_is_its_version_alone(installed, given, empty):
+    installed({"libtpu": "0.0.42.1"})
+    given(empty, None if empty is None else "")
+    assert compilers_here(None) == "jaxlib 0.10.2"
+    assert compilers_here("tpu") == "jaxlib 0.10.2, libtpu 0.0.42.1"
+
+
+def test_options_are_told_in_an_order_of_their_own_and_the_last_of_a_name_counts(given):
+    given("--xla_b=2 --xla_a", "--libtpu_x=1")
+    assert compiler_options("cpu") == "--xla_a --xla_b=2"
+    assert compiler_options("tpu", deviceless=True) == "--xla_a --xla_b=2 --libtpu_x=1"
+    given("--xla_b=1 --xla_a --xla_b=2")
+    assert compiler_options("cpu") == "--xla_a --xla_b=2"
+
+
+def test_what_is_set_for_every_compiler_without_devices_is_no_option(given):
+    """A process that was started for one has it in its environment."""
+    given(deviceless.environment({})["XLA_FLAGS"])
+    assert compiler_options("cuda", deviceless=True) == ""
+    assert compiler_options("cuda") == "--xla_gpu_autotune_level=0"
+
+
+def test_compilers_with_other_options_are_others(installed, given):
+    installed({"libtpu": "0.0.42.1"})
+    given("--xla_a=1", "--libtpu_x=1")
+    assert compilers_here(None) == "jaxlib 0.10.2 with --xla_a=1"
+    assert compilers_here("tpu") == "jaxlib 0.10.2, libtpu 0.0.42.1 with --xla_a=1 --libtpu_x=1"

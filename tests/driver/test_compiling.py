@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import threading
 import time
 
@@ -10,12 +11,16 @@ import pytest
 import autoshard
 from autoshard.driver import compiling
 from autoshard.driver.compiling import Compiling
-from autoshard.driver.measuring import opened_bench
+from autoshard.driver.ledger import Row
+from autoshard.driver.measuring import Measuring, opened_bench
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.worker import WorkerSettings, worker_here
+from autoshard.strategy import baselines
 from autoshard.trial import Failure, Kind, Stage
-from tests.analysed import target
+from tests.analysed import COST, subject, target
 from tests.workloads import UNMEASURED
+
+NOT_JUDGED = Failure(stage=Stage.PROPAGATE, kind=Kind.UNSUPPORTED, message="not asked")
 
 
 class Interrupted:
@@ -76,6 +81,25 @@ def test_only_workers_here_are_told_of_a_folder_here(quick, monkeypatch, tmp_pat
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         quick(executor=None if own else executor, journal=tmp_path / "journal.jsonl")
     assert folders == {str(tmp_path / "workers" / "compile") if own else None}
+
+
+def test_answers_are_kept_by_the_compilers_options_and_without_any_as_before(ledger, monkeypatch):
+    of = subject("scanned_mlp")
+    candidate = baselines(of.space)[0].candidate
+    row = Row(subject=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
+    ledger.subjects, ledger.cost = [of], COST
+    compile_key = Compiling(ledger, None).key
+    profile_key = functools.partial(Measuring(ledger, compile_key)._key, wave="first")
+
+    def keys(options: str) -> tuple[str, str]:
+        monkeypatch.setenv("XLA_FLAGS", options)
+        return compile_key(row), profile_key(row)
+
+    before = ledger.key("compile", of, candidate, platform="cpu", device="cpu", compiler="")
+    plain, one, other = keys(""), keys("--xla_a=1"), keys("--xla_a=2")
+    assert plain[0] == before
+    assert len({*plain, *one, *other}) == 6
+    assert keys("--xla_a=1 --xla_b") == keys("--xla_b --xla_a=1")
 
 
 def test_the_bench_looks_where_the_compiler_wrote(ledger, tmp_path):

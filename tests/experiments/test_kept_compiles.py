@@ -3,12 +3,14 @@
 import dataclasses
 import pickle
 
+import jax
 import pytest
 
 from autoshard.compat.deviceless import Hardware
 from autoshard.compat.executable import MemoryUse
-from autoshard.rungs.compile_job import CompileRequest, CompileResult
+from autoshard.rungs.compile_job import CompileRequest, CompileResult, request_for
 from autoshard.rungs.worker import WorkerSettings
+from autoshard.target import find_target
 from autoshard.trial import Failure, Kind, Stage
 from experiments import kept_compiles
 from experiments.kept_compiles import KeptCompiles
@@ -83,6 +85,14 @@ def test_another_topology_device_order_or_compiler_is_another_question(asked, an
     for change in changes:
         answer(request(**{**wanted, **change}))
     assert len(asked) == 4
+
+
+def test_other_options_of_the_compiler_are_another_question(asked, answer, monkeypatch, tmp_path):
+    for options in ("", "--xla_a=1", "", "--xla_a=1"):
+        monkeypatch.setenv("XLA_FLAGS", options)
+        target = find_target(jax.devices())
+        answer(request_for(lowered.train_module(), target, str(tmp_path), 60.0))
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

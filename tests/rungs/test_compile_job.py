@@ -130,7 +130,9 @@ def test_requests_pickle_and_run_on_any_executor(settings):
     assert isinstance(result, CompileResult)
 
 
-def test_a_machine_with_other_compilers_does_not_answer(tmp_path):
+def test_a_machine_with_other_compilers_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    here = compilers_here(None)
     settings = WorkerSettings(platform="cpu", device_count=8, folder=str(tmp_path))
     request = CompileRequest(
         module=lowered.train_module(),
@@ -140,5 +142,9 @@ def test_a_machine_with_other_compilers_does_not_answer(tmp_path):
     )
     with pytest.raises(WorkerError, match=r"compiles with jaxlib .*, the search expects jaxlib 0"):
         compile_in_process(request)
-    same = dataclasses.replace(request, compilers=compilers_here(None))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/dump")
+    with pytest.raises(WorkerError, match=r"with --xla_dump_to.* the same XLA_FLAGS"):
+        compile_in_process(dataclasses.replace(request, compilers=here))
+    monkeypatch.delenv("XLA_FLAGS")
+    same = dataclasses.replace(request, compilers=here)
     assert isinstance(compile_in_process(same), CompileResult)

@@ -174,3 +174,14 @@ def test_each_thread_of_an_executor_keeps_one_worker(tmp_path):
         first, second = (pool.submit(pid).result() for _ in range(2))
     assert first == second != pid()
     worker_here(settings).close()
+
+
+def test_a_worker_that_was_started_with_other_options_is_not_gone_on_with(tmp_path, monkeypatch):
+    settings = WorkerSettings(platform="cpu", device_count=1, folder=str(tmp_path))
+    pids = []
+    for options in ("", "", "--xla_cpu_enable_fast_math=false"):
+        monkeypatch.setenv("XLA_FLAGS", options)
+        pids.append(call(worker_here(settings), os.getpid))
+    assert call(worker_here(settings), os.getenv, "XLA_FLAGS") == options
+    assert pids[0] == pids[1] != pids[2]
+    worker_here(settings).close()
