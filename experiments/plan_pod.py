@@ -12,8 +12,9 @@ Cost: one to two minutes for GPUs on 2 cores, the hand layouts as much again; fo
 Expected: the ranked table; the plan over every hand layout at most 1 (they are told to be equal
   where they differ by less than 0.01 %).
 
-Writes results/plan_pod/<model>-<target>.json, the plan and the journal beside the run. A run folder
-with a journal is gone on from, and its times are then marked as too short: give a new --run.
+Writes results/plan_pod/<model>-<target>.json, the plan and the journal beside the run; the names of
+a run with another --batch or --layers than the full size's say so. A run folder with a journal is
+gone on from, and its times are then marked as too short: give a new --run.
 """
 
 import dataclasses
@@ -41,8 +42,8 @@ from experiments.since_start import since_start_s
 
 _MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "What to plan.")
 _TARGET = flags.DEFINE_string("target", "h100:8x8", "Hardware; autoshard.targets() lists chips.")
-_BATCH = flags.DEFINE_integer("batch", 0, "Sequences in the global batch; 0 for the model's own.")
-_LAYERS = flags.DEFINE_integer("layers", 0, "Blocks; 0 for the model's own.")
+_BATCH = flags.DEFINE_integer("batch", 0, "Sequences in the global batch; 0 for the full size's.")
+_LAYERS = flags.DEFINE_integer("layers", 0, "Blocks; 0 for the full size's.")
 _SCANNED = flags.DEFINE_bool("scanned", True, "One loop over the layers, or all of them unrolled.")
 _REMAT = flags.DEFINE_list("remat", ["full"], "Remat policies to search: full, dots, none.")
 _CANDIDATES = flags.DEFINE_integer("candidates", 150, "Layouts propagated.")
@@ -60,15 +61,21 @@ def main(argv: list[str]) -> None:
     del argv
     jax.config.update("jax_platforms", "cpu")
     console = Console()
-    kind = "" if _SCANNED.value else "-unrolled"
-    name = f"{_MODEL.value}-{_TARGET.value.replace(':', '-').replace('*', '-')}{kind}"
+    target = find_target(_TARGET.value)
+    full = pod_sizes.full_size(_MODEL.value, target.device_count)
+    overrides = pod_sizes.differing(full, batch_size=_BATCH.value, layers=_LAYERS.value)
+    size = full.replace(**overrides, scanned=_SCANNED.value)
+    name = pod_sizes.run_name(_MODEL.value, _TARGET.value, overrides, _SCANNED.value)
     run = pathlib.Path(_RUN.value or f"runs/pod-{name}")
     run.mkdir(parents=True, exist_ok=True)
     journal = run / "journal.jsonl"
     resumed = journal.exists()
-    overrides = {k: v for k, v in (("batch_size", _BATCH.value), ("layers", _LAYERS.value)) if v}
-    size = pod_sizes.POD_SIZES[_MODEL.value].replace(**overrides, scanned=_SCANNED.value)
-    model_fn, _ = pod_tasks.task(_MODEL.value, **overrides, scanned=_SCANNED.value)
+    model_fn, _ = pod_tasks.task(
+        _MODEL.value,
+        batch_size=size.batch_size,
+        layers=size.model.layers,
+        scanned=_SCANNED.value,
+    )
     with progress_bar(console) as progress:
         plan = autoshard.search(
             model_fn,
@@ -89,9 +96,8 @@ def main(argv: list[str]) -> None:
         highlight=False,
     )
     plan.save(str(run / "plan.json"))
-    figures = {**_figures(plan, size.batch_size, elapsed_s), "resumed": resumed}
+    figures = {**_figures(plan, size, overrides, elapsed_s), "resumed": resumed}
     if _BY_HAND.value:
-        target = find_target(_TARGET.value)
         hand_size = size.replace(**plan.knobs)
         begun = time.perf_counter()
         by_hand = hand_judge.judged(
@@ -112,7 +118,9 @@ def main(argv: list[str]) -> None:
         console.print(f"Figures in {path}, plan and journal in {run}.", highlight=False)
 
 
-def _figures(plan: autoshard.Plan, batch_size: int, elapsed_s: float) -> dict[str, Any]:
+def _figures(
+    plan: autoshard.Plan, size: pod_sizes.PodSize, overrides: dict[str, int], elapsed_s: float
+) -> dict[str, Any]:
     """What the search found and cost, without the trials: those are in the plan file."""
     trials = plan.evidence.trials
     winner = plan.trial
@@ -125,7 +133,9 @@ def _figures(plan: autoshard.Plan, batch_size: int, elapsed_s: float) -> dict[st
         "model": _MODEL.value,
         "target": _TARGET.value,
         "scanned": _SCANNED.value,
-        "batch_size": batch_size,
+        "batch_size": size.batch_size,
+        "layers": size.model.layers,
+        "overrides": overrides,
         "layout": plan.layout.to_json(),
         "knobs": dict(plan.knobs),
         "baseline": winner.baseline,

@@ -63,7 +63,17 @@ def _read(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 def _name(figures: Mapping[str, Any]) -> str:
     kind = "" if figures.get("scanned", True) else ", layers unrolled"
-    return f"{figures['model']} on {figures['target']}{kind}"
+    others = "".join(f", {_SIZES[name].format(n)}" for name, n in _overrides(figures).items())
+    return f"{figures['model']} on {figures['target']}{kind}{others}"
+
+
+_SIZES = {"batch_size": "batch of {}", "layers": "{} layers"}
+
+
+def _overrides(figures: Mapping[str, Any]) -> Mapping[str, int]:
+    """Where a run is not of the full size; results without a word on it are."""
+    found: Mapping[str, int] = figures.get("overrides", {})
+    return found
 
 
 def _plan_is(figures: Mapping[str, Any]) -> str:
@@ -85,7 +95,8 @@ def summary(plans: Sequence[Mapping[str, Any]]) -> Table:
         missed = verdicts.count("missed")
         counts = f"{verdicts.count('met')}, {verdicts.count('equal')}, {missed}"
         spent = p["elapsed_s"]
-        goals = SECONDS.get((p["model"], p["target"], p["scanned"]), {})
+        full = not _overrides(p)
+        goals = SECONDS.get((p["model"], p["target"], p["scanned"]), {}) if full else {}
         late = p.get("resumed", False) or any(spent[k] > limit for k, limit in goals.items())
         said = ", ".join(f"{_PARTS[k]} {limit:g}" for k, limit in goals.items())
         rows.append(
@@ -170,7 +181,7 @@ def agreement(found: Sequence[Mapping[str, Any]]) -> Table:
         text = f"{one['tau']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
         return Cell(text, goal is not None and one["tau"] < goal)
 
-    done = {(f["model"], f["target"]) for f in found}
+    done = {(f["model"], f["target"]) for f in found if not _overrides(f)}
     lacking = [pair for pair in PAIRS if pair not in done]
     return Table(
         title="Rung 1 against rung 2",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any  # the modules of two models have no narrower type
 
 from models import decoder, moe
@@ -62,7 +62,7 @@ _TINY: dict[str, Any] = {
 
 # A million tokens a step (2^20): what models of this class are trained with, to within a factor of
 # four, and two sequences for each of 64 devices, so that plain FSDP has work to hide its gathers
-# behind. 256 devices need batch_size=256 or more for it: a sequence is not split between devices.
+# behind. More devices than sequences get a sequence each: see full_size.
 LLAMA3 = PodSize(model=LLAMA3_8B, batch_size=128)
 MIXTRAL = PodSize(model=MIXTRAL_8X7B, batch_size=256)
 LLAMA3_TINY = PodSize(model=dataclasses.replace(LLAMA3_8B, **_TINY), batch_size=16)
@@ -76,3 +76,29 @@ POD_SIZES = {
     "llama3-tiny": LLAMA3_TINY,
     "mixtral-tiny": MIXTRAL_TINY,
 }
+
+
+def full_size(name: str, devices: int) -> PodSize:
+    """A model's own size on so many devices: a sequence is not split, and each has one at least."""
+    size = POD_SIZES[name]
+    return size.replace(batch_size=max(size.batch_size, devices))
+
+
+def differing(full: PodSize, **sizes: int) -> dict[str, int]:
+    """Those of `sizes` that are not the full one's, by name; 0 stands for the full one's.
+
+    >>> differing(LLAMA3_TINY, batch_size=0, layers=2), differing(LLAMA3_TINY, layers=4)
+    ({}, {'layers': 4})
+    """
+    return {name: n for name, n in sizes.items() if n and full.replace(**{name: n}) != full}
+
+
+def run_name(model: str, target: str, overrides: Mapping[str, int], scanned: bool = True) -> str:
+    """What the files of a run are called; one of another size does not take the full model's.
+
+    >>> run_name("llama3-8b", "v5p:4x4x4*2", {"layers": 4})
+    'llama3-8b-v5p-4x4x4-2-layers-4'
+    """
+    kind = "" if scanned else "-unrolled"
+    others = "".join(f"-{name}-{n}" for name, n in overrides.items())
+    return f"{model}-{target.replace(':', '-').replace('*', '-')}{kind}{others}"

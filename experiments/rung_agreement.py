@@ -50,7 +50,7 @@ from experiments.progress import progress_bar, show_on
 
 _MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "The model.")
 _TARGET = flags.DEFINE_string("target", "h100:8x8", "Hardware; autoshard.targets() lists chips.")
-_BATCH = flags.DEFINE_integer("batch", 0, "Sequences in the global batch; 0 for the model's own.")
+_BATCH = flags.DEFINE_integer("batch", 0, "Sequences in the global batch; 0 for the full size's.")
 _REMAT = flags.DEFINE_list("remat", ["full", "dots"], "Remat policies to draw from.")
 _FITTING = flags.DEFINE_integer("fitting", 40, "Fitting candidates to draw; even.")
 _MOST = flags.DEFINE_integer("most", 48, "Most candidates of the first two kinds.")
@@ -67,11 +67,13 @@ def main(argv: list[str]) -> None:
     start_jax()
     start = time.perf_counter()
     console = Console()
-    name = f"{_MODEL.value}-{_TARGET.value.replace(':', '-').replace('*', '-')}"
     folder = pathlib.Path(_OUT.value)
     target = find_target(_TARGET.value)
-    sizes = {"batch_size": _BATCH.value} if _BATCH.value else {}
-    model_fn, _ = pod_tasks.task(_MODEL.value, **sizes)
+    full = pod_sizes.full_size(_MODEL.value, target.device_count)
+    overrides = pod_sizes.differing(full, batch_size=_BATCH.value)
+    name = pod_sizes.run_name(_MODEL.value, _TARGET.value, overrides)
+    batch_size = full.replace(**overrides).batch_size
+    model_fn, _ = pod_tasks.task(_MODEL.value, batch_size=batch_size)
     programs, _ = trace_all(model_fn, {"remat": tuple(_REMAT.value)}, False)
     with opened(folder / f"{name}.jsonl") as journal, progress_bar(console) as progress:
         ledger = Ledger(
@@ -94,7 +96,8 @@ def main(argv: list[str]) -> None:
     figures = {
         "model": _MODEL.value,
         "target": _TARGET.value,
-        **sizes,
+        "batch_size": batch_size,
+        "overrides": overrides,
         "limit_bytes": ledger.limit_bytes,
         **summary(points, ledger.limit_bytes),
         "state_too_large": skipped,

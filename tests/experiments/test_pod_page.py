@@ -64,6 +64,22 @@ def test_a_search_that_takes_longer_than_its_goal_is_red(
     assert "= 61 s (goal: in all 60)" in late
 
 
+def test_another_size_is_not_taken_for_the_full_model(tmp_path: pathlib.Path) -> None:
+    small = {"overrides": {"batch_size": 8, "layers": 4}}
+    for folder in ("plan_pod", "rung_agreement"):
+        (tmp_path / folder).mkdir()
+        path = ROOT / "results" / folder / "llama3-8b-h100-8x8.json"
+        figures = json.loads(path.read_text(encoding="utf-8")) | small
+        (tmp_path / folder / "one.json").write_text(json.dumps(figures), encoding="utf-8")
+    plans, by_hand, agreement = pod_page.all_tables(tmp_path)
+    name = "llama3-8b on h100:8x8, batch of 8, 4 layers"
+    assert plans.rows[0][0].text == name and by_hand.title == f"By hand: {name}"
+    assert "goal" not in plans.rows[0][7].text, "the goals are for the full model"
+    compared = [(row[0].text, row[1].text) for row in agreement.rows]
+    assert compared[0][0] == name
+    assert ("llama3-8b on h100:8x8", "not run") in compared
+
+
 def test_what_was_not_compared_says_so(tmp_path: pathlib.Path) -> None:
     table = pod_page.agreement([])
     assert [row[0].text for row in table.rows] == [f"{m} on {t}" for m, t in pod_page.PAIRS]
