@@ -14,7 +14,7 @@ from autoshard.neighbours import drafts
 from autoshard.promote import DEFAULT_LOWER_BOUND, surely_too_large
 from autoshard.space import Space
 from autoshard.strategy import baselines
-from autoshard.trial import Estimate, Failure
+from autoshard.trial import Estimate, Failure, Stage
 
 MEASURES = ("time_s", "compute_s", "communication_s", "peak_memory_bytes")
 
@@ -32,6 +32,21 @@ class Point:
         one, two = self.row.propagated, self.row.compiled
         return (one, two) if isinstance(one, Estimate) and isinstance(two, Estimate) else None
 
+    def memory(self, usable_bytes: int) -> tuple[int, int] | None:
+        """Peaks by both rungs; None where one says nothing of it.
+
+        Args:
+          usable_bytes: the compiler's own limit; it refuses more, and says what is missing.
+        """
+        one, two = self.row.propagated, self.row.compiled
+        if not isinstance(one, Estimate):
+            return None
+        if isinstance(two, Estimate):
+            return one.peak_memory_bytes, two.peak_memory_bytes
+        if two is None or two.stage is not Stage.COMPILE or two.missing_bytes is None:
+            return None
+        return one.peak_memory_bytes, usable_bytes + two.missing_bytes
+
 
 def walk(best: Sequence[Candidate], space: Space, rng: random.Random) -> Candidate | None:
     """Up to four decisions away from one of the best, or from a baseline where there are none."""
@@ -45,10 +60,26 @@ def walk(best: Sequence[Candidate], space: Space, rng: random.Random) -> Candida
     return here
 
 
-def summary(points: Sequence[Point], limit_bytes: int) -> dict[str, Any]:
-    """What the points say; taus over all that fit, and the ten best whether they fit or not."""
-    chosen = [p for p in points if p.pair and (p.fits or p.group == "top")]
+def summary(points: Sequence[Point], limit_bytes: int, usable_bytes: int) -> dict[str, Any]:
+    """What the points say; taus over all that fit, and the ten best whether they fit or not.
+
+    What the compiler refuses as too large has a peak and no time, and what it gave no answer of has
+    neither: `without_time` and `without_memory` count what the taus are not over.
+
+    Args:
+      limit_bytes: what a device may use, headroom taken off.
+      usable_bytes: what a device may use by the compiler.
+    """
+    chosen = [
+        p for p in points if isinstance(p.row.propagated, Estimate) and (p.fits or p.group == "top")
+    ]
     pairs = [p.pair for p in chosen if p.pair]
+    compared: dict[str, list[tuple[float, float]]] = {
+        measure: [(getattr(a, measure), getattr(b, measure)) for a, b in pairs]
+        for measure in MEASURES
+    }
+    peaks = [found for p in chosen if (found := p.memory(usable_bytes))]
+    compared["peak_memory_bytes"] = [(float(a), float(b)) for a, b in peaks]
     top = [p for p in points if p.group == "top"]
     rejected = [
         p
@@ -56,27 +87,25 @@ def summary(points: Sequence[Point], limit_bytes: int) -> dict[str, Any]:
         if isinstance(one := p.row.propagated, Failure)
         or surely_too_large(one, limit_bytes, DEFAULT_LOWER_BOUND)
     ]
-    best = min((p for p in top if p.fits), key=lambda p: p.pair[1].time_s, default=None)  # type: ignore[index]
     return {
         "compared": len(pairs),
+        "without_time": len(chosen) - len(pairs),
+        "without_memory": len(chosen) - len(peaks),
         "fitting": sum(p.fits for p in points if p.group != "top"),
         "compiled": len(points),
         "failed": sum(isinstance(p.row.compiled, Failure) for p in points),
         **{
-            f"tau_{measure}": tau(
-                [getattr(a, measure) for a, _ in pairs], [getattr(b, measure) for _, b in pairs]
-            )
-            for measure in MEASURES
+            f"tau_{measure}": tau([a for a, _ in both], [b for _, b in both])
+            for measure, both in compared.items()
         },
         "ratios": {
-            measure: _spread([getattr(a, measure) / getattr(b, measure) for a, b in pairs])
-            for measure in MEASURES
-            if all(getattr(b, measure) for _, b in pairs)
+            measure: _spread([a / b for a, b in both])
+            for measure, both in compared.items()
+            if all(b for _, b in both)
         },
         "rejected": len(rejected),
         "wrongly_rejected": sum(p.fits for p in rejected),
         "top_too_large": sum(not p.fits for p in top),
-        "returned_fits": best is not None and best.fits,
     }
 
 
@@ -116,7 +145,11 @@ def figures_of(point: Point) -> dict[str, Any]:
 
     def said(outcome: object) -> dict[str, Any]:
         if isinstance(outcome, Failure):
-            return {"failure": outcome.kind, "message": outcome.message[:300]}
+            return {
+                "failure": outcome.kind,
+                "message": outcome.message[:300],
+                "missing_bytes": outcome.missing_bytes,
+            }
         return {k: getattr(outcome, k) for k in (*MEASURES, "state_bytes", "flops")}
 
     return {

@@ -15,7 +15,8 @@ Up to half of the sample is drawn by Space.sample, a quarter by random walks of 
 from the baselines, the rest by such walks from the ten best, so that not all layouts are absurd.
 Few of the first fit: after --most of a kind the next one fills up, the last to four times that.
 None is left out for what rung 1 says of it, but for the bytes of its state alone. The ten best are
-the fastest of those that fit, by rung 1's word, whether they do by rung 2's or not.
+the fastest of those that fit, by rung 1's word, whether they do by rung 2's or not: what the
+compiler refuses as too large is compared by the memory that it says it needs, and has no time.
 """
 
 import functools
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> None:
         "batch_size": batch_size,
         "overrides": overrides,
         "limit_bytes": ledger.limit_bytes,
-        **summary(points, ledger.limit_bytes),
+        **summary(points, ledger.limit_bytes, target.memory_bytes),
         "state_too_large": skipped,
         "seed": _SEED.value,
         "elapsed_s": time.perf_counter() - start,
@@ -172,7 +173,9 @@ def _table(figures: dict[str, Any]) -> Table:
     table.caption = (
         f"{figures['compiled']} compiled, {figures['fitting']} of the sample fit,"
         f" {figures['failed']} failed; rung 1 wrongly rejected {figures['wrongly_rejected']} of"
-        f" {figures['rejected']}; of its best {figures['top_too_large']} are too large"
+        f" {figures['rejected']}; of its best {figures['top_too_large']} do not fit,"
+        f" {figures['without_time']} have no time by rung 2,"
+        f" {figures['without_memory']} of them no memory"
     )
     return table
 

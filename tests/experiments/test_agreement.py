@@ -13,7 +13,7 @@ from autoshard.trial import Estimate, Failure, Kind, Rung, Stage
 from experiments.agreement import Point, figures_of, summary, tau, walk
 from tests.analysed import subject
 
-LIMIT = 1000
+LIMIT, USABLE = 1000, 1050
 
 
 def point(one_bytes: int, two_bytes: int, time_s: float, group: str = "uniform") -> Point:
@@ -51,11 +51,11 @@ def test_tau_is_one_where_the_orders_are_the_same() -> None:
 def test_rejections_that_rung_2_contradicts_are_counted() -> None:
     points = [point(900, 950, 1.0), point(500, 600, 2.0), point(2500, 990, 3.0)]
     points += [point(2500, 3000, 4.0), point(800, 1200, 0.5, "top"), point(700, 800, 0.6, "top")]
-    found = summary(points, LIMIT)
+    found = summary(points, LIMIT, USABLE)
     assert (found["rejected"], found["wrongly_rejected"]) == (2, 1)
     assert found["fitting"] == 3
     assert found["compared"] == 5  # the sample that fits, and the best whatever they need
-    assert found["top_too_large"] == 1 and found["returned_fits"]
+    assert found["top_too_large"] == 1 and found["without_time"] == found["without_memory"] == 0
     assert found["tau_time_s"]["tau"] == pytest.approx(1.0)
     assert found["ratios"]["time_s"]["median"] == 2.0
 
@@ -63,9 +63,33 @@ def test_rejections_that_rung_2_contradicts_are_counted() -> None:
 def test_what_rung_1_refuses_counts_as_rejected() -> None:
     refused = point(1, 500, 1.0)
     refused.row.propagated = Failure(stage=Stage.PROPAGATE, kind=Kind.UNSUPPORTED, message="no")
-    found = summary([refused, point(500, 600, 2.0), point(700, 800, 3.0)], LIMIT)
+    found = summary([refused, point(500, 600, 2.0), point(700, 800, 3.0)], LIMIT, USABLE)
     assert (found["rejected"], found["wrongly_rejected"]) == (1, 1)
     assert json.dumps(figures_of(refused))
+
+
+def stopped(point: Point, kind: Kind, missing_bytes: int | None = None) -> Point:
+    """The point of a program that the compiler gave no executable of."""
+    point.row.compiled = Failure(
+        stage=Stage.COMPILE, kind=kind, message="no", missing_bytes=missing_bytes
+    )
+    return dataclasses.replace(point, fits=False)
+
+
+def test_of_the_best_those_that_the_compiler_refuses_are_compared_by_what_it_says() -> None:
+    """libtpu refuses what is too large, and says by how much."""
+    points = [point(500, 600, 1.0), point(700, 800, 2.0), point(900, 950, 3.0)]
+    refused = stopped(point(950, 0, 0.5, "top"), Kind.OOM, missing_bytes=100)
+    lost = stopped(point(800, 0, 0.4, "top"), Kind.TIMEOUT)
+    found = summary([*points, refused, lost], LIMIT, USABLE)
+    assert (found["compared"], found["without_time"], found["without_memory"]) == (3, 2, 1)
+    assert found["tau_peak_memory_bytes"]["tau"] == pytest.approx(1.0)
+    assert found["ratios"]["peak_memory_bytes"]["least"] == pytest.approx(950 / (USABLE + 100))
+    assert found["top_too_large"] == 2
+    small = stopped(point(400, 0, 0.5, "top"), Kind.OOM, missing_bytes=100)
+    with_small = summary([*points, small], LIMIT, USABLE)
+    assert with_small["tau_peak_memory_bytes"]["tau"] == pytest.approx(0.0)
+    assert figures_of(refused)["rung2"]["missing_bytes"] == 100
 
 
 def test_walks_stay_in_the_space_and_depend_on_the_seed_alone() -> None:

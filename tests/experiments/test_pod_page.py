@@ -80,6 +80,13 @@ def test_another_size_is_not_taken_for_the_full_model(tmp_path: pathlib.Path) ->
     assert ("llama3-8b on h100:8x8", "not run") in compared
 
 
+def test_layouts_without_a_time_are_told() -> None:
+    path = ROOT / "results" / "rung_agreement" / "llama3-8b-h100-8x8.json"
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    ((_, compared, *_), *_) = pod_page.agreement([{**figures, "without_time": 3}]).rows
+    assert compared.text == f"{figures['compared']}, and 3 without a time"
+
+
 def test_what_was_not_compared_says_so(tmp_path: pathlib.Path) -> None:
     table = pod_page.agreement([])
     assert [row[0].text for row in table.rows] == [f"{m} on {t}" for m, t in pod_page.PAIRS]
