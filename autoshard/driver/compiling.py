@@ -28,8 +28,8 @@ _SILENT_S = 600.0
 machines, and have other work before ours."""
 
 _GRACE_S = 30.0
-"""What was given to a user's executor is waited for at least so long: also what a search whose
-seconds are spent compiles in order to return a plan at all."""
+"""So long at least a user's executor has for what it was given: also for what a search compiles,
+whose seconds are spent, to return a plan at all. After Ctrl-C it may not be silent for longer."""
 
 
 class _Asked(NamedTuple):
@@ -58,7 +58,6 @@ class Compiling:
         # Of a user's executor alone: when it was last given something, and last answered; and what
         # is said of candidates since it is taken for lost.
         self._given_s = self._heard_s = 0.0
-        self._answered = False
         self._lost: Failure | None = None
 
     @contextlib.contextmanager
@@ -164,7 +163,7 @@ class Compiling:
             if not done:
                 self._give_up(begin)
                 return
-            self._answered, self._heard_s = True, time.perf_counter()
+            self._heard_s = time.perf_counter()
             for future in [f for f in self._waiting if f in done]:  # in the order begun
                 asked = self._waiting.pop(future)
                 try:
@@ -178,23 +177,20 @@ class Compiling:
                     Stage.COMPILE, self.count - len(self._waiting), total, "compiling candidates"
                 )
 
-    def interrupted(self) -> None:
-        """Takes back what waits in a user's executor; one that never answered is given no more."""
-        if self._waiting and self._theirs:
-            if not self._answered:
-                self._lost = self._silence(self._given_s)
-            self._cancel()
-
     def _patience_s(self) -> float | None:
         """How long the next answer is waited for; None without limit: our own workers have one."""
         if not self._theirs:
             return None
-        budget, now = self._ledger.budget, time.perf_counter()
-        until = max(self._given_s, self._heard_s) + _SILENT_S + 2 * budget.compile_seconds
+        ledger, budget = self._ledger, self._ledger.budget
+        last = max(self._given_s, self._heard_s)
+        if ledger.ended == "interrupted":
+            until = last + _GRACE_S
+        else:
+            until = last + _SILENT_S + 2 * budget.compile_seconds
         if budget.seconds is not None:
-            spent = self._ledger.start_s + budget.seconds
+            spent = ledger.start_s + budget.seconds
             until = min(until, max(spent, self._given_s + _GRACE_S))
-        return max(0.0, until - now)
+        return max(0.0, until - time.perf_counter())
 
     def _give_up(self, begin: float) -> None:
         """Fails what a user's executor has not answered, and takes it back.

@@ -116,7 +116,6 @@ def run_search(
             try:
                 _climb(ledger, compiling, measuring, strategy)
             except KeyboardInterrupt:
-                compiling.interrupted()
                 ledger.ended = "interrupted"
                 with contextlib.suppress(KeyboardInterrupt):  # a callback's way to stop a search
                     ledger.tell(Stage.PROFILE, 0, 0, "interrupted: finishing with the best so far")

@@ -162,7 +162,33 @@ def test_what_an_executor_answered_before_it_fell_silent_is_planned(quick, impat
     assert all(future.cancelled() for future in executor.given[2:])
 
 
-def test_after_ctrl_c_nothing_stays_in_the_queue_of_a_users_executor(quick):
+class Counting(concurrent.futures.ThreadPoolExecutor):
+    given = 0
+
+    def submit(self, fn, /, *args, **kwargs):
+        self.given += 1
+        return super().submit(fn, *args, **kwargs)
+
+
+def test_after_ctrl_c_an_executor_may_still_finish_what_it_was_given(quick):
+    pressed: list[autoshard.Event] = []
+    held = threading.Event()
+
+    def press(event: autoshard.Event) -> None:
+        if event.stage is Stage.COMPILE and executor.given and not pressed:
+            pressed.append(event)
+            threading.Timer(0.5, held.set).start()
+            raise KeyboardInterrupt
+
+    with Counting(1) as executor:
+        executor.submit(held.wait)  # the first answer comes after Ctrl-C
+        executor.given = 0
+        plan = quick(executor=executor, callbacks=[press])
+    assert pressed and plan.evidence.ended == "interrupted"
+
+
+def test_after_ctrl_c_nothing_stays_in_the_queue_of_a_users_executor(quick, monkeypatch):
+    monkeypatch.setattr(compiling, "_GRACE_S", 0.1)
     executor = Silent()
 
     pressed: list[autoshard.Event] = []
