@@ -24,12 +24,12 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 22
+MODEL_REVISION = 23
 """Part of every journal key.
 
-Raise it when estimates change by a change here, to `sites`, `specs` or `rungs.propagate`, to what
-`compat.partitioner`, `compat.invariants` and `transposes` read or `compat.lookups` tells it, or to
-which constraints `constraints.told` keeps.
+Raise it when estimates change by a change here, to `network`, `sites`, `specs` or
+`rungs.propagate`, to what `compat.partitioner`, `compat.invariants` and `transposes` read or
+`compat.lookups` tells it, or to which constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")

@@ -14,20 +14,28 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from autoshard.catalogue import Link
 from autoshard.compat.device_order import device_order
 from autoshard.layout import MeshShape
-from autoshard.subaxes import places_of_axes
+from autoshard.subaxes import groups_along
 from autoshard.topology import Position, Topology
+
+_Numbers = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The part of a group that one level of links joins.
+    """What one level of links joins of a group.
 
     Attributes:
-      ways: how many members the level joins; what it joins is one member of the next level.
+      ways: how many members the level joins; what it joins is one member of the next level. Where
+        members differ in size, how many there would be of the smallest.
+      below: devices of a member, of the smallest one: so many have links of this level.
       bandwidth: bytes/s that one member can receive over this level, all its links together.
       hop_bandwidth: bytes/s to one neighbour.
       latency_s: of one step.
@@ -36,6 +44,7 @@ class Span:
     """
 
     ways: int
+    below: int
     bandwidth: float
     hop_bandwidth: float
     latency_s: float
@@ -58,10 +67,7 @@ def collective_s(kind: str, spans: Sequence[Span], bytes_: float) -> float:
     if kind == "all_to_all":
         return max(bytes_ * s.crossing for s in spans) + latency
     # A hierarchical ring: what a level carries has been divided by the levels below it.
-    below, busiest = 1, 0.0
-    for span in spans:
-        busiest = max(busiest, bytes_ * (1 - 1 / span.ways) / (span.bandwidth * below))
-        below *= span.ways
+    busiest = max(bytes_ * (1 - 1 / s.ways) / (s.bandwidth * s.below) for s in spans)
     return (2.0 if kind == "all_reduce" else 1.0) * (busiest + latency)
 
 
@@ -71,11 +77,14 @@ class Network:
     def __init__(self, topology: Topology):
         self._topology = topology
         self._known: dict[object, tuple[Span, ...]] = {}
+        self._orders: dict[MeshShape, _Numbers] = {}
+        self._known_parts: dict[str, _Numbers] = {}
+        self._coords: _Numbers | None = None
 
     def spans(
         self, axes: tuple[str, ...], size: int, mesh: MeshShape, members: tuple[int, ...] = ()
     ) -> tuple[Span, ...]:
-        """The levels of links that a group runs over, innermost first.
+        """The levels of links that groups run over, innermost first; of all groups the dearest.
 
         Args:
           axes: mesh axes, or parts of them, the group runs over; () where it is no product of axes.
@@ -88,41 +97,63 @@ class Network:
         if key not in self._known:
             count = self._topology.device_count
             if axes:
-                group = places_of_axes(axes, mesh)
+                groups = groups_along(axes, mesh)
             else:
-                group = members or tuple(k * count // size for k in range(size))
-            self._known[key] = self._levels([self._order(mesh)[place] for place in group])
+                groups = np.array([members or [k * count // size for k in range(size)]])
+            self._known[key] = self._levels(self._order(mesh)[groups])
         return self._known[key]
 
-    def _order(self, mesh: MeshShape) -> tuple[int, ...]:
-        topology = self._topology
-        return device_order(
-            topology.positions,
-            topology.chip.device_kind,
-            topology.chip.platform,
-            tuple(n for _, n in mesh),
-        )
+    def _order(self, mesh: MeshShape) -> _Numbers:
+        if mesh not in self._orders:
+            topology = self._topology
+            self._orders[mesh] = np.array(
+                device_order(
+                    topology.positions,
+                    topology.chip.device_kind,
+                    topology.chip.platform,
+                    tuple(n for _, n in mesh),
+                )
+            )
+        return self._orders[mesh]
 
-    def _levels(self, devices: Sequence[int]) -> tuple[Span, ...]:
-        """Reads the levels off the positions; what a level joins is one member of the next."""
+    def _levels(self, groups: _Numbers) -> tuple[Span, ...]:
+        """Reads the levels off where the devices of some groups, one a row, stand.
+
+        Levels do not join the same everywhere: a group may lie in one domain and the next across
+        two, and of those it may have few devices in one and many in the other. All groups run at
+        the same time and the last one counts, so every figure is the dearest that any group has;
+        and a level is priced as if all that it joins were as small as the smallest: that has the
+        fewest links to receive the most over. For each kind of collective this is an upper bound
+        of what any group costs; where all groups and all their parts are alike it is exact.
+        """
         found: list[Span] = []
-        units: list[object] = list(devices)  # what the levels so far have joined, per device
+        count, size = groups.shape
+        group = np.repeat(np.arange(count), size)
+        devices = groups.reshape(-1)
+        units = np.arange(len(devices))  # what the levels so far have joined, by device
         for link in self._topology.chip.links:
-            joined = [self._domain(link, i) for i in devices]
-            members = len(set(units)) // len(set(joined))
-            if members > 1 and link.kind == "torus":
-                first = [i for i, part in zip(devices, joined, strict=True) if part == joined[0]]
-                at = [self._topology.positions[i] for i in first]
-                found.append(self._torus(link, at, members))
-            elif members > 1:
-                found.append(_switch(link, members))
-            units = joined
+            level = _joined(group, units, self._parts(link)[devices])
+            if level.most > 1:
+                found.append(
+                    self._torus(link, level, devices)
+                    if link.kind == "torus"
+                    else _switch(link, level)
+                )
+            units = level.part
         return tuple(found)
 
-    def _domain(self, link: Link, device: int) -> object:
+    def _parts(self, link: Link) -> _Numbers:
+        """For each device the number of the level's part it is in."""
+        if link.level not in self._known_parts:
+            topology = self._topology
+            parts = [self._domain(link, position) for position in topology.positions]
+            number = {part: k for k, part in enumerate(dict.fromkeys(parts))}
+            self._known_parts[link.level] = np.array([number[part] for part in parts])
+        return self._known_parts[link.level]
+
+    def _domain(self, link: Link, position: Position) -> object:
         """Which of a level's parts a device is in: its chip, its slice, its switch."""
         topology = self._topology
-        position = topology.positions[device]
         if link.level == "chip":
             return (position.slice, position.coords)
         if link.kind == "torus":
@@ -139,44 +170,126 @@ class Network:
         inside = position.coords[-1] if topology.chip.platform == "cuda" else 0
         return scope, (host * per_host + inside) // link.domain
 
-    def _torus(self, link: Link, at: Sequence[Position], members: int) -> Span:
-        """The chips of one slice; those of the group's first slice stand for all."""
+    def _torus(self, link: Link, level: "_Level", devices: _Numbers) -> Span:
+        """The chips of a group in one slice; of all groups and slices the dearest figures."""
         topology = self._topology
         # All devices of a chip use its links at the same time, in this group or in others.
         one_way = link.bandwidth.value / topology.chip.devices_per_chip
-        bandwidth = crossing = hop = 0.0
-        steps = 0
-        for d, wrap in enumerate(topology.wraps):
-            line = sorted({p.coords[d] for p in at})
-            n = len(line)
-            if n == 1:
-                continue
-            stride = min(b - a for a, b in itertools.pairwise(line))
-            ring = n > 2 and wrap and n * stride == topology.shape[d]
-            # Groups whose members lie between this one's share its links.
-            mine = one_way / stride
-            bandwidth += mine * (2 if ring else 1)
-            steps += (n // 2 if ring else n - 1) * stride
-            # Half of the members send half of what they hold across the middle of each line.
-            crossing = max(crossing, n / (mine * (8 if ring else 4)))
-            hop = min(hop or mine, mine)
+        found = [_lines(topology, one_way, at) for at in self._arranged(level, devices)]
+        found = [lines for lines in found if lines.steps]
         return Span(
-            ways=members,
-            bandwidth=bandwidth,
-            hop_bandwidth=hop,
+            ways=level.ways,
+            below=level.fewest,
+            bandwidth=min(lines.bandwidth for lines in found),
+            hop_bandwidth=min(lines.hop_bandwidth for lines in found),
             latency_s=link.latency.value,
-            steps=steps,
-            crossing=crossing,
+            steps=max(lines.steps for lines in found),
+            crossing=max(lines.crossing for lines in found),
         )
 
+    def _arranged(self, level: "_Level", devices: _Numbers) -> list[list[list[int]]]:
+        """How the chips of a group can lie in a slice, each way once: places on each dimension.
 
-def _switch(link: Link, ways: int) -> Span:
-    """A level of switches that joins `ways` parts."""
+        Where in the slice that is makes no difference.
+        """
+        if self._coords is None:
+            self._coords = np.array([p.coords for p in self._topology.positions])
+        at = self._coords[devices]
+        parts, dims = level.part.max() + 1, at.shape[1]
+        lowest = np.full((parts, dims), max(self._topology.shape))
+        np.minimum.at(lowest, level.part, at)
+        lies = np.zeros((parts, dims, max(self._topology.shape)), dtype=bool)
+        lies[level.part[:, None], np.arange(dims), at - lowest[level.part]] = True
+        alike = {row.tobytes(): row for row in lies}
+        return [[np.flatnonzero(along).tolist() for along in row] for row in alike.values()]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Level:
+    """What one level of links joins of some groups.
+
+    Attributes:
+      part: by device of the groups, the number of the part of its group that the level joins.
+      most: units of the level below in the part that has most of them.
+      ways: how many units a part would have if all were as small as its smallest; of all parts.
+      fewest: devices of the smallest unit.
+    """
+
+    part: _Numbers
+    most: int
+    ways: int
+    fewest: int
+
+
+def _joined(group: _Numbers, units: _Numbers, domains: _Numbers) -> _Level:
+    """What a level joins: devices of one group in one domain.
+
+    Args:
+      group, units, domains: numbers, by device of the groups; a unit is what the levels below have
+        joined.
+    """
+    _, part, devices = np.unique(
+        group * (domains.max() + 1) + domains, return_inverse=True, return_counts=True
+    )
+    pairs, sizes = np.unique(part * (units.max() + 1) + units, return_counts=True)
+    of = pairs // (units.max() + 1)  # the part of each unit
+    most = np.bincount(of)
+    smallest = np.full(len(devices), len(group))
+    np.minimum.at(smallest, of, sizes)
+    several = most > 1  # elsewhere the level carries nothing
+    if not several.any():
+        return _Level(part=part, most=1, ways=1, fewest=int(smallest.min()))
+    return _Level(
+        part=part,
+        most=int(most.max()),
+        ways=int((-(-devices // smallest))[several].max()),
+        fewest=int(smallest[several].min()),
+    )
+
+
+class _Lines(NamedTuple):
+    """What the links of a torus give to the chips of a group; fields as in `Span`."""
+
+    bandwidth: float
+    hop_bandwidth: float
+    steps: int
+    crossing: float
+
+
+def _lines(topology: Topology, one_way: float, at: Sequence[Sequence[int]]) -> _Lines:
+    """Adds up the links along the dimensions over which chips lie.
+
+    Args:
+      one_way: bytes/s that one device can send over one link.
+      at: on each dimension, where chips lie, rising.
+    """
+    bandwidth = crossing = hop = 0.0
+    steps = 0
+    for d, wrap in enumerate(topology.wraps):
+        line = at[d]
+        n = len(line)
+        if n == 1:
+            continue
+        stride = min(b - a for a, b in itertools.pairwise(line))
+        ring = n > 2 and wrap and n * stride == topology.shape[d]
+        # Groups whose members lie between this one's share its links.
+        mine = one_way / stride
+        bandwidth += mine * (2 if ring else 1)
+        steps += (n // 2 if ring else n - 1) * stride
+        # Half of the members send half of what they hold across the middle of each line.
+        crossing = max(crossing, n / (mine * (8 if ring else 4)))
+        hop = min(hop or mine, mine)
+    return _Lines(bandwidth, hop, steps, crossing)
+
+
+def _switch(link: Link, level: _Level) -> Span:
+    """A level of switches."""
     return Span(
-        ways=ways,
+        ways=level.ways,
+        below=level.fewest,
         bandwidth=link.bandwidth.value,
         hop_bandwidth=link.bandwidth.value,
         latency_s=link.latency.value,
-        steps=math.ceil(math.log2(ways)),
-        crossing=(1 - 1 / ways) / link.bandwidth.value,
+        steps=math.ceil(math.log2(level.most)),
+        crossing=(1 - 1 / level.ways) / link.bandwidth.value,
     )

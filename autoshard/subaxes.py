@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from autoshard.layout import MeshShape
 
@@ -91,12 +92,31 @@ def places_of_axes(axes: Sequence[str], mesh: MeshShape) -> tuple[int, ...]:
     A part `(p)n` of an axis is the n places that follow each other at a distance of what is minor
     to it, p being what is major to it (Shardy's sub-axes).
     """
+    found = np.zeros(1, dtype=int)
+    for distance, n in _distances(axes, mesh):
+        found = (found[:, None] + np.arange(n) * distance).reshape(-1)
+    return tuple(found.tolist())
+
+
+def groups_along(axes: Sequence[str], mesh: MeshShape) -> npt.NDArray[np.int64]:
+    """Places in the mesh, row-major, of every group over some mesh axes or parts: groups x members.
+
+    The first row is `places_of_axes`; the others are the same, moved.
+    """
+    places = np.arange(math.prod(n for _, n in mesh))
+    starts = np.ones(len(places), dtype=bool)
+    for distance, n in _distances(axes, mesh):
+        starts &= places // distance % n == 0
+    return places[starts][:, None] + np.array(places_of_axes(axes, mesh))
+
+
+def _distances(axes: Sequence[str], mesh: MeshShape) -> list[tuple[int, int]]:
+    """Of each axis or part how far apart its places are in the mesh, and how many there are."""
     sizes = [n for _, n in mesh]
     strides = {name: math.prod(sizes[i + 1 :]) for i, (name, _) in enumerate(mesh)}
     whole = dict(mesh)
-    found = np.zeros(1, dtype=int)
+    found = []
     for axis in axes:
         name, before, n = part_of(axis, mesh)
-        step = whole[name] // (before * n) * strides[name]
-        found = (found[:, None] + np.arange(n) * step).reshape(-1)
-    return tuple(found.tolist())
+        found.append((whole[name] // (before * n) * strides[name], n))
+    return found

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.network import Network, collective_s
-from autoshard.subaxes import places_of_axes
+from autoshard.subaxes import groups_along, places_of_axes
 from autoshard.topology import Topology
 from tests.hardware import gpu, link, tpu
 
@@ -95,6 +95,37 @@ def test_a_domain_counts_the_devices_that_a_target_leaves_out() -> None:
     assert (rack.ways, rack.bandwidth) == (72, 1e9)
 
 
+def test_a_group_that_crosses_racks_is_priced_also_where_the_first_does_not() -> None:
+    """Racks of 72: the second 64 are 8 in one rack and 56 in the next, and so are most pairs."""
+    racks = gpu(
+        32,
+        4,
+        host_shape=(4,),
+        links=(link("nvlink", "switch", 1e9, domain=72), link("network", "switch", 1e8)),
+    )
+    mesh = (("x", 2), ("y", 64))
+    # The 56 of one rack send what they hold to the 8 of the other, who have 8 links.
+    across = (56 / 64) / (8 * 0.1)
+    assert seconds(racks, "all_gather", ("y",), mesh) == pytest.approx(across)
+    assert seconds(racks, "all_gather", ("x",), mesh) == pytest.approx(0.5 / 0.1)
+
+
+def test_a_group_that_crosses_hosts_is_priced_also_where_the_first_does_not() -> None:
+    """Hosts of 6, groups of 4: the second group is 2 on one host and 2 on the next."""
+    found = seconds(gpu(4, 6), "all_gather", ("y",), (("x", 6), ("y", 4)))
+    assert found == pytest.approx(0.5 / (2 * 0.1))
+
+
+def test_the_smallest_of_unequal_parts_has_the_fewest_links() -> None:
+    """Two on one host, one on another: it receives what the two hold over its own link alone."""
+    inside, across = Network(gpu(2, 8)).spans((), 3, (("x", 16),), (0, 1, 8))
+    assert (inside.ways, inside.below, inside.bandwidth) == (2, 1, 1e9)
+    assert (across.ways, across.below, across.bandwidth) == (3, 1, 1e8)
+    assert across.steps == 1  # two hosts
+    cost = collective_s("all_gather", (inside, across), GIB)
+    assert cost == pytest.approx((2 / 3) / 0.1)
+
+
 def test_a_domain_may_be_a_part_of_a_host() -> None:
     links = (link("nvlink", "switch", 1e9, domain=2), link("network", "switch", 1e8))
     network, mesh = Network(gpu(2, 8, links=links)), (("x", 2), ("y", 4), ("z", 2))
@@ -138,8 +169,11 @@ def test_parts_of_axes_are_places() -> None:
     assert places_of_axes(('"y":(1)2',), mesh) == (0, 4)
     assert places_of_axes(('"y":(2)4',), mesh) == (0, 1, 2, 3)
     assert places_of_axes(("x", '"y":(4)2'), mesh) == (0, 1, 8, 9)
-    both = ('"x":(2)3', '"y":(2)2')
-    assert places_of_axes(both, (("x", 6), ("y", 4))) == (0, 1, 4, 5, 8, 9)
+    both, other = ('"x":(2)3', '"y":(2)2'), (("x", 6), ("y", 4))
+    assert places_of_axes(both, other) == (0, 1, 4, 5, 8, 9)
+    assert groups_along(both, other).tolist() == [
+        [start + place for place in (0, 1, 4, 5, 8, 9)] for start in (0, 2, 12, 14)
+    ]
 
 
 def test_groups_that_are_no_product_of_axes_cost_what_their_members_do() -> None:
@@ -160,6 +194,27 @@ def test_a_part_of_an_axis_on_one_host_is_not_priced_across_hosts() -> None:
     inner = seconds(gpu(4, 8), "all_gather", ('"x":(16)2',), mesh)
     outer = seconds(gpu(4, 8), "all_gather", ('"x":(1)2',), mesh)
     assert inner == pytest.approx(0.5) and outer == pytest.approx(5.0)
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.sampled_from([8, 16, 24]), st.data())
+def test_no_group_costs_more_than_the_axes_it_is_one_of(
+    hosts: int, each: int, domain: int, data: st.DataObject
+) -> None:
+    links = (link("nvlink", "switch", 1e9, domain=domain), link("network", "switch", 1e8))
+    network, count = Network(gpu(hosts, each, links=links)), hosts * each
+    inner = data.draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0]))
+    mesh = (("x", count // inner), ("y", inner))
+    for axes in (("x",), ("y",), ("x", "y")):
+        groups = groups_along(axes, mesh)
+        assert sorted(groups.ravel().tolist()) == list(range(count))
+        size = groups.shape[1]
+        spans = network.spans(axes, size, mesh)
+        assert bool(spans) == (size > 1)
+        for kind in ("all_gather", "all_reduce", "all_to_all", "collective_permute"):
+            cost = collective_s(kind, spans, 1e6)
+            for group in groups.tolist():
+                own = network.spans((), size, mesh, tuple(group))
+                assert collective_s(kind, own, 1e6) <= cost * (1 + 1e-9)
 
 
 shapes = st.sampled_from([(4, 4, 4), (2, 4, 1), (8, 4, 1), (2, 2, 2), (4, 4, 8)])
