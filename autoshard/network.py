@@ -21,9 +21,10 @@ import numpy.typing as npt
 
 from autoshard.catalogue import Link
 from autoshard.compat.device_order import device_order
+from autoshard.errors import TargetError
 from autoshard.layout import MeshShape
 from autoshard.subaxes import groups_along
-from autoshard.topology import Position, Topology
+from autoshard.topology import Topology
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -92,6 +93,12 @@ class Network:
           mesh: (mesh axis, size) pairs, major to minor; they decide which device stands where.
           members: places in the mesh of one group that is no product of axes; without them such a
             group is taken to be spread evenly over all devices.
+
+        Returns:
+          () of groups of one device alone.
+
+        Raises:
+          TargetError: no link joins the devices of a group, so there is no cost either.
         """
         key = (axes, size, mesh, members)
         if key not in self._known:
@@ -100,7 +107,14 @@ class Network:
                 groups = groups_along(axes, mesh)
             else:
                 groups = np.array([members or [k * count // size for k in range(size)]])
-            self._known[key] = self._levels(self._order(mesh)[groups])
+            spans, joined = self._levels(self._order(mesh)[groups])
+            if not joined:
+                raise TargetError(
+                    f"no link of {self._topology.name} joins the devices of groups of"
+                    f" {groups.shape[1]} over {axes} of the mesh {dict(mesh)}, expected one that"
+                    " does: correct the domains of the chip's links (docs/catalogue.md)"
+                )
+            self._known[key] = spans
         return self._known[key]
 
     def _order(self, mesh: MeshShape) -> _Numbers:
@@ -116,7 +130,7 @@ class Network:
             )
         return self._orders[mesh]
 
-    def _levels(self, groups: _Numbers) -> tuple[Span, ...]:
+    def _levels(self, groups: _Numbers) -> tuple[tuple[Span, ...], bool]:
         """Reads the levels off where the devices of some groups, one a row, stand.
 
         Levels do not join the same everywhere: a group may lie in one domain and the next across
@@ -125,12 +139,16 @@ class Network:
         and a level is priced as if all that it joins were as small as the smallest: that has the
         fewest links to receive the most over. For each kind of collective this is an upper bound
         of what any group costs; where all groups and all their parts are alike it is exact.
+
+        Returns:
+          The levels, and whether they join every group.
         """
         found: list[Span] = []
         count, size = groups.shape
         group = np.repeat(np.arange(count), size)
         devices = groups.reshape(-1)
         units = np.arange(len(devices))  # what the levels so far have joined, by device
+        joined = size == 1
         for link in self._topology.chip.links:
             level = _joined(group, units, self._parts(link)[devices])
             if level.most > 1:
@@ -140,35 +158,17 @@ class Network:
                     else _switch(link, level)
                 )
             units = level.part
-        return tuple(found)
+            joined |= int(units.max()) + 1 == count
+        return tuple(found), joined
 
     def _parts(self, link: Link) -> _Numbers:
         """For each device the number of the level's part it is in."""
         if link.level not in self._known_parts:
             topology = self._topology
-            parts = [self._domain(link, position) for position in topology.positions]
+            parts = [topology.part(link, position) for position in topology.positions]
             number = {part: k for k, part in enumerate(dict.fromkeys(parts))}
             self._known_parts[link.level] = np.array([number[part] for part in parts])
         return self._known_parts[link.level]
-
-    def _domain(self, link: Link, position: Position) -> object:
-        """Which of a level's parts a device is in: its chip, its slice, its switch."""
-        topology = self._topology
-        if link.level == "chip":
-            return (position.slice, position.coords)
-        if link.kind == "torus":
-            return position.slice
-        # Of all levels only the outermost one joins slices.
-        scope, host = 0, position.host
-        if link.level != "dcn":
-            hosts = math.prod(topology.shape) // math.prod(topology.host_shape)
-            scope, host = position.slice, position.host % hosts
-        if link.domain is None:
-            return scope
-        # Domains are of whole hosts, or parts of one: a target may use a part of each.
-        per_host = math.prod(topology.chip.host_shape) * topology.chip.devices_per_chip
-        inside = position.coords[-1] if topology.chip.platform == "cuda" else 0
-        return scope, (host * per_host + inside) // link.domain
 
     def _torus(self, link: Link, level: "_Level", devices: _Numbers) -> Span:
         """The chips of a group in one slice; of all groups and slices the dearest figures."""

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from autoshard.catalogue import Chip
+from autoshard.catalogue import Chip, Link
 from autoshard.catalogue.listing import examples
 from autoshard.errors import TargetError
 
@@ -92,6 +92,24 @@ class Topology:
         at = torus.wraps_at
         rings = tuple(at is not None and extent % at == 0 for extent in self.shape)
         return rings if all(rings) or not torus.cubes else (False,) * len(rings)
+
+    def part(self, link: Link, position: Position) -> object:
+        """Which of the parts that a link joins a device is in: its chip, its slice, its switch."""
+        if link.level == "chip":
+            return (position.slice, position.coords)
+        if link.kind == "torus":
+            return position.slice
+        # Of all levels only the outermost one joins slices.
+        scope, host = 0, position.host
+        if link.level != "dcn":
+            hosts = math.prod(self.shape) // math.prod(self.host_shape)
+            scope, host = position.slice, position.host % hosts
+        if link.domain is None:
+            return scope
+        # Domains are of whole hosts, or parts of one: a target may use a part of each.
+        per_host = math.prod(self.chip.host_shape) * self.chip.devices_per_chip
+        inside = position.coords[-1] if self.chip.platform == "cuda" else 0
+        return scope, (host * per_host + inside) // link.domain
 
     @property
     def compiler_name(self) -> str:
@@ -239,6 +257,7 @@ def parse_topology(name: str, chips: Mapping[str, Chip]) -> Topology:
     topology = Topology(chip=chip, shape=shape, slices=slices)
     if topology.device_count > MAX_DEVICES:
         raise fail(f"{topology.device_count} devices", f"at most {MAX_DEVICES}")
+    _check_joined(topology, fail)
     return topology
 
 
@@ -292,6 +311,25 @@ def _grown(topology: Topology, dimension: int, read: _Read) -> Topology | None:
 
 def _by_size(topology: Topology) -> tuple[int, int, tuple[int, ...], Topology]:
     return topology.device_count, sum(topology.shape), topology.shape, topology
+
+
+def _check_joined(topology: Topology, fail: _Fail) -> None:
+    """Refuses devices that no link joins: what they send each other would cost nothing."""
+    outermost = topology.chip.links[-1]
+    if outermost.domain is None:  # it joins all there are
+        return
+    apart = min(
+        len({topology.part(link, position) for position in topology.positions})
+        for link in topology.chip.links
+    )
+    if apart > 1:
+        raise fail(
+            f"{topology.device_count} devices in {apart} parts that no link joins (the domain of"
+            f" {outermost.level!r}, the outermost, is {outermost.domain})",
+            "links between all of them: name fewer hosts, or correct"
+            f" links.{outermost.level}.domain of chip {topology.chip.name!r} in the catalogue file,"
+            " or add a link of level 'dcn'",
+        )
 
 
 def _check_slice(chip: Chip, shape: tuple[int, ...], fail: _Fail) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.errors import TargetError
 from autoshard.network import Network, collective_s
 from autoshard.subaxes import groups_along, places_of_axes
 from autoshard.topology import Topology
@@ -135,6 +136,14 @@ def test_a_domain_may_be_a_part_of_a_host() -> None:
     assert (pairs.ways, pairs.bandwidth) == (4, 1e8)
     both = network.spans(("y", "z"), 8, mesh)
     assert [(s.ways, s.bandwidth) for s in both] == [(2, 1e9), (4, 1e8)]
+
+
+def test_a_group_that_no_link_joins_is_not_free() -> None:
+    links = (link("nvlink", "switch", 1e9, domain=8), link("network", "switch", 1e8, domain=32))
+    network, mesh = Network(gpu(8, 8, links=links)), (("x", 2), ("y", 32))
+    assert len(network.spans(("y",), 32, mesh)) == 2
+    with pytest.raises(TargetError, match=r"no link of made-up:8x8 joins the devices .* \('x',\)"):
+        network.spans(("x",), 2, mesh)
 
 
 def test_slices_of_gpus_are_joined_by_the_outermost_level_alone() -> None:

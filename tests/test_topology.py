@@ -172,6 +172,28 @@ def test_what_no_target_is_named_is_refused(name, message):
         assert f"{name.partition(':')[0]}:" in str(caught.value).rpartition("e.g.")[2], "an example"
 
 
+def test_devices_that_no_link_joins_are_refused(tmp_path):
+    """A network of 32 joins 4 hosts of 8, and nothing joins one such network and the next."""
+    own = '[chip.ours]\ninherits = "h100"\n[chip.ours.links.network]\ndomain = 32\n'
+    (tmp_path / "ours.toml").write_text(own)
+    ours = catalogue(tmp_path / "ours.toml")
+    assert parse_topology("ours:4x8", ours).device_count == 32
+    with pytest.raises(TargetError) as caught:
+        parse_topology("ours:8x8", ours)
+    assert str(caught.value) == (
+        "target 'ours:8x8': got 64 devices in 2 parts that no link joins (the domain of 'network',"
+        " the outermost, is 32), expected links between all of them: name fewer hosts, or correct"
+        " links.network.domain of chip 'ours' in the catalogue file, or add a link of level 'dcn';"
+        " e.g. 'ours:1x8', 'ours:4x8'"
+    )
+    assert at_least(parse_topology("ours:4x8", ours), 40) is None
+    joined = dataclasses.replace(ours["ours"], links=(*ours["ours"].links, DCN))
+    assert parse_topology("ours:8x8", {"ours": joined}).device_count == 64
+    # Of half the hosts' devices as many hosts are joined.
+    with pytest.raises(TargetError, match="got 20 devices in 2 parts"):
+        parse_topology("ours:5x4", ours)
+
+
 @pytest.mark.parametrize(
     "name, wraps",
     [

@@ -380,6 +380,8 @@ def _shapes(value: object, where: _Where, dims: int) -> Shapes:
         value, where = value["value"], where.at("value")
     if not isinstance(value, list):
         where.fail(repr(value), "a list of shapes, such as [[1, 1], [2, 2]]")
+    if not value:
+        where.fail("[]", "at least one shape, or no field 'shapes' where hosts and limits say them")
     return Shapes(
         value=tuple(_shape(shape, where, (dims,)) for shape in value), source=source, date=date
     )

@@ -208,6 +208,11 @@ def test_a_missing_figure_is_named(read, field):
         ("host_shape", "[2, 2]\nshapes = 3", r"shapes: got 3, expected a list of shapes"),
         ("host_shape", "[2, 2]\nshapes = [[1]]", r"shapes: got \[1\], expected a list of 2"),
         ("host_shape", "[2, 2]\nshapes = { value = [] }", r"shapes\.source: got nothing"),
+        (
+            "host_shape",
+            '[2, 2]\nshapes = { value = [], source = "x", date = "2026" }',
+            r"shapes\.value: got \[\], expected at least one shape",
+        ),
         ("host_shape", "[2, 2]\nmax_extent = 0", "max_extent: got 0, expected a whole number"),
         ("kind", '"ring"', r"links\.ici\.kind: got 'ring', expected 'torus' or 'switch'"),
         ("kind", '"torus"\ndomain = 8', r"links\.ici\.domain: got 8, expected nothing"),
