@@ -13,6 +13,11 @@ _USED_OF = re.compile(rf"[Uu]sed {_SIZE} of {_SIZE} ")
 _EXCEEDS = re.compile(
     rf"{_SIZE}[^0-9]*?exceeds (?:the )?(?:available )?\w*(?: capacity)? \({_SIZE}\)"
 )
+_SPACE = re.compile(
+    r"in memory space (\w+)|\bspace=(\w+)|[Ee]xceeded (?:scoped )?(\w+) (?:capacity|limit) by"
+    r"|([Ss]hared) memory"
+)
+"""Where memory ran out; of what a message names, the first."""
 _UNSUPPORTED = ("UNIMPLEMENTED", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND")
 
 
@@ -21,6 +26,9 @@ def failure_of(error: Exception, stage: Stage, elapsed_s: float) -> Failure:
 
     RESOURCE_EXHAUSTED is OOM, DEADLINE_EXCEEDED a timeout; a program that XLA declines is
     unsupported; all else, its internal errors included, is a crash. The message is XLA's own.
+    Declined is also a kernel that asks for more of the memory beside a core (vmem and smem of a
+    TPU, shared memory of a GPU) than there is: how much of the device's memory the program needs
+    does not matter there, nor how much there is.
     """
     text = str(error)
     missing = None
@@ -29,9 +37,9 @@ def failure_of(error: Exception, stage: Stage, elapsed_s: float) -> Failure:
     elif not isinstance(error, jax.errors.JaxRuntimeError):
         text = f"{type(error).__name__}: {text}"
         kind = Kind.UNSUPPORTED if isinstance(error, NotImplementedError) else Kind.CRASH
-    elif text.startswith("RESOURCE_EXHAUSTED"):
+    elif text.startswith("RESOURCE_EXHAUSTED") and not _on_chip(text):
         kind, missing = Kind.OOM, missing_bytes(text)
-    elif text.startswith(_UNSUPPORTED):
+    elif text.startswith((*_UNSUPPORTED, "RESOURCE_EXHAUSTED")):
         kind = Kind.UNSUPPORTED
     elif text.startswith("DEADLINE_EXCEEDED"):
         kind = Kind.TIMEOUT
@@ -41,19 +49,35 @@ def failure_of(error: Exception, stage: Stage, elapsed_s: float) -> Failure:
 
 
 def missing_bytes(text: str) -> int | None:
-    """By how many bytes an out-of-memory message says the limit is exceeded, None if it does not.
+    """By how many bytes an out-of-memory message says the device's memory is exceeded.
+
+    None where it does not say so, or speaks of another memory.
 
     >>> missing_bytes("Used 65.97G of 15.75G hbm. Exceeded hbm capacity by 50.22G.") // 2**30
     50
     >>> missing_bytes("Out of memory allocating 1000 bytes.") is None
     True
+    >>> missing_bytes("Used 60M of 16M vmem. Exceeded vmem capacity by 44M.") is None
+    True
     """
+    if _on_chip(text):
+        return None
     if match := _EXCEEDED_BY.search(text):
         return _bytes(*match.groups())
     if match := _USED_OF.search(text) or _EXCEEDS.search(text):
         used, used_unit, limit, limit_unit = match.groups()
         return max(0, _bytes(used, used_unit) - _bytes(limit, limit_unit))
     return None
+
+
+def _on_chip(text: str) -> bool:
+    """Whether an out-of-memory message is about another memory than the device's (HBM).
+
+    >>> _on_chip("Ran out of memory in memory space vmem."), _on_chip("Used 2G of 1G hbm.")
+    (True, False)
+    """
+    found = _SPACE.search(text)
+    return found is not None and next(filter(None, found.groups())).lower() != "hbm"
 
 
 def _bytes(number: str, unit: str) -> int:
