@@ -20,6 +20,7 @@ _FIELD = re.compile(
     r'"(flops|transcendentals|bytes_accessed|remote_bytes_transferred)":\s*"?(-?\d+)'
 )
 _PRODUCT = re.compile("matmul|gemm", re.IGNORECASE)
+_NARROW = re.compile("[su][248]")
 _MEMORY_BOUND = re.compile("TopK|threefry2x32|__cub\\$|RadixSort")
 
 
@@ -28,7 +29,8 @@ class CallCost:
     """The work of one custom call.
 
     Attributes:
-      dtype: of the left operand of its matrix products.
+      dtype: of the left operand of its matrix products; of a Pallas kernel, of its first operand
+        that may be one.
       matmul_flops: 2 a multiply-add; of a declared cost all but the transcendentals.
       element_flops: everything else, transcendentals included.
       bytes: declared memory traffic; None where operands and results tell.
@@ -83,10 +85,9 @@ def _declared(instruction: Instruction, operands: tuple[Shape, ...]) -> CallCost
     fields = {name: float(value) for name, value in _FIELD.findall(found[1])}
     if min(fields.values(), default=-1.0) < 0 or not any(fields.values()):
         return None
-    floats = [s.dtype for s in (*operands, *instruction.shapes) if s.dtype[0] in "bf"]
     transcendentals = fields.get("transcendentals", 0.0)
     return CallCost(
-        dtype=floats[0] if floats else "",
+        dtype=_multiplied(instruction, operands),
         matmul_flops=fields.get("flops", 0.0),
         element_flops=transcendentals,
         transcendentals=transcendentals,
@@ -102,8 +103,16 @@ def _in_body(instruction: Instruction, operands: tuple[Shape, ...]) -> CallCost 
     flops = mosaic.matmul_flops(found[1]) if found else None
     if not flops:
         return None
-    floats = [s.dtype for s in (*operands, *instruction.shapes) if s.dtype[0] in "bf"]
-    return CallCost(dtype=floats[0] if floats else "", matmul_flops=flops, counted=True)
+    return CallCost(dtype=_multiplied(instruction, operands), matmul_flops=flops, counted=True)
+
+
+def _multiplied(instruction: Instruction, operands: tuple[Shape, ...]) -> str:
+    """The type that a Pallas kernel multiplies in: of the first float, else of the first integer of
+    8 bits or less, else of whatever comes first. Indices, of 32 bits, stand before either."""
+    found = [shape.dtype for shape in (*operands, *instruction.shapes)]
+    floats = [dtype for dtype in found if dtype[0] in "bf"]
+    narrow = [dtype for dtype in found if _NARROW.fullmatch(dtype)]
+    return next(iter((*floats, *narrow, *found)), "")
 
 
 def _library_product(instruction: Instruction, operands: tuple[Shape, ...]) -> float:

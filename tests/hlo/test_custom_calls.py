@@ -47,6 +47,16 @@ def test_a_declared_cost_is_taken_as_it_is():
     assert counts.unmodelled == ()
 
 
+@pytest.mark.parametrize(
+    "operands, dtype", [("%i, %q, %q", "s8"), ("%i, %q, %a", "bf16"), ("%i", "s32"), ("", "s32")]
+)
+def test_products_of_integers_are_no_other_arithmetic(operands, dtype):
+    """Their type is that of the first narrow operand; indices come before it."""
+    declared = '"flops":"64","transcendentals":"0","bytes_accessed":"9"'
+    body = "  %q = s8[256,64]{1,0} parameter(3)\n" + mosaic(declared, operands)
+    assert read(body.replace("f32[4,256]", "s32[4,256]"))[1].matmul_flops == ((dtype, 64.0),)
+
+
 def test_a_declaration_without_traffic_leaves_that_to_operands_and_result():
     _, work, _ = read(mosaic('"flops":"5","transcendentals":"0","bytes_accessed":"0"'))
     assert work.declared
