@@ -195,8 +195,7 @@ class Operations:
     def _loop(self, op: stablehlo.Operation, operands: list[int], trips: float) -> None:
         count, known = trip_count(op, self._constants)
         if not known:
-            where = str(op.location)[:60]
-            self.assumptions.append(f"unknown trip count taken as 1 at {where}")
+            self.assumptions.append(f"unknown trip count taken as 1 at {_where(op)}")
         condition, body = (region.blocks[0] for region in op.regions)
         results = [self._new(r, "stablehlo.while", trips) for r in op.results]
         for result, operand in zip(results, operands, strict=False):
@@ -246,7 +245,7 @@ class Operations:
         return v
 
     def _branches(self, op: stablehlo.Operation, first: int, trips: float) -> None:
-        self.assumptions.append(f"the largest branch is taken at {str(op.location)[:60]}")
+        self.assumptions.append(f"the largest branch is taken at {_where(op)}")
         starts = []
         for region in op.regions:
             start = len(self.sizes)
@@ -296,3 +295,9 @@ class Operations:
         ):
             return 0.0
         return out
+
+
+def _where(op: stablehlo.Operation) -> str:
+    """Where in the user's step an operation comes from, else the beginning of its location."""
+    location = str(op.location)
+    return stablehlo.source_of(location) or location[:60]

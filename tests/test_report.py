@@ -204,6 +204,9 @@ def test_what_the_winner_s_prediction_leaves_out_or_assumes_is_told(searched):
     then = lines.index(names[1])
     assert lines[then + 1] == "     while %0: taken as 1" and lines[then + 13] == "     and 3 more"
     assert not any("another one's" in line for line in lines)
+    # Of a winner that was not compiled, what rung 1 assumed.
+    alone = Trial(candidate=trials[0].candidate, propagated=other)
+    assert "     only another one's" in describe(planned(searched, [alone])).splitlines()
 
 
 def test_warnings_of_the_partitioner_are_told_beside_their_layout(searched):

@@ -23,6 +23,8 @@ Attribute: TypeAlias = Any
 MESH_NAME = "mesh"
 """Every module here names one mesh, so."""
 
+_SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
+
 
 def lower_abstract(
     closed: jaxprs.ClosedJaxpr, shapes: Sequence[jax.ShapeDtypeStruct], platform: str
@@ -142,6 +144,16 @@ def permutation(transpose: Operation) -> list[int]:
 
 
 @functools.lru_cache(maxsize=4096)
+def source_of(location: str) -> str:
+    """`file.py:line` of the user's step that an operation's location names; "" if it names none.
+
+    >>> source_of('loc("jit(f)/while"(callsite("f"("/home/me/step.py":12:4 to :9) at "g")))')
+    'step.py:12'
+    """
+    found = _SOURCE.search(location)
+    return f"{found[1].rpartition('/')[2]}:{found[2]}" if found else ""
+
+
 def shape_and_bits(type_text: str) -> tuple[tuple[int, ...], int]:
     """(dimensions, bits an element) of a printed tensor type such as `tensor<8x4xbf16>`.
 

@@ -1,14 +1,13 @@
 """Rung 1: asks the partitioner, in process, what a layout makes of every operation."""
 
 import math
-import re
 import time
 from typing import NamedTuple
 
 import numpy as np
 
 from autoshard.analysis import Analysis
-from autoshard.compat import shardings
+from autoshard.compat import shardings, stablehlo
 from autoshard.compat.judged import Judged
 from autoshard.cost import Constants, CostModel
 from autoshard.errors import LayoutError
@@ -21,8 +20,6 @@ from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.subaxes import ways
 from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
-
-_SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
 
 
 class _Received(NamedTuple):
@@ -141,6 +138,7 @@ class Propagator:
             collectives=tuple(collectives),
             dropped=specs.dropped,
             unmodelled=tuple((o, 0.0) for o in analysis.axes.opaque),
+            assumptions=kernels.assumptions,
             elapsed_s=time.perf_counter() - start,
             exposed_s=communication_s,
         )
@@ -169,7 +167,6 @@ class Propagator:
         communication = in_place(judged.communication, constants, self._analysis.invariants)
         collectives = []
         for one, (kind, axes, bytes_) in sent_in_step(communication, sizes, constants):
-            found = _SOURCE.search(one.location)
             collectives.append(
                 Collective(
                     kind=kind,
@@ -177,7 +174,7 @@ class Propagator:
                     mesh_axes=axes,
                     bytes=int(bytes_),
                     count=int(kernels.trips.get(one.block, 1.0)),
-                    source=f"{found[1].rsplit('/', 1)[-1]}:{found[2]}" if found else "",
+                    source=stablehlo.source_of(one.location),
                 )
             )
         spikes = []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,16 @@ def test_data_parallel_divides_the_work_and_sums_each_gradient_once() -> None:
     gradients = 2 * EMBED * MLP * 4
     assert spread.bytes_by_kind()["all_reduce"] == gradients + 4  # and the loss
     assert all(c.group_size == 8 and c.mesh_axes == ("x",) for c in spread.collectives)
+
+
+def test_what_the_module_did_not_say_is_told() -> None:
+    of = subject("loops")
+    estimate = judge(of, baseline(of.space, "replicated"))
+    unknown = r"unknown trip count taken as 1 at programs\.py:\d+"
+    assert all(re.fullmatch(unknown, said) for said in estimate.assumptions)
+    assert len(estimate.assumptions) == 2
+    of = subject("custom_derivatives")
+    assert judge(of, baseline(of.space, "replicated")).assumptions == ()
 
 
 def test_collectives_in_a_loop_count_every_iteration() -> None:
