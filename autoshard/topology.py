@@ -115,10 +115,11 @@ class Topology:
     def compiler_name(self) -> str:
         """What the platform's compiler calls this: `topology_name` of JAX's `get_topology_desc`.
 
-        TPU: one slice, "v5p:4x4x4". CUDA: "1x8x8", slices x hosts x devices of a host.
+        TPU: one slice, "v5p:4x4x4", also of a chip of another name that inherits v5p. CUDA:
+        "1x8x8", slices x hosts x devices of a host.
         """
         if self.chip.platform == "tpu":
-            return f"{self.chip.name}:{_joined(self.shape)}"
+            return f"{self.chip.libtpu_name}:{_joined(self.shape)}"
         return _joined((self.slices, *self.shape))
 
     @property

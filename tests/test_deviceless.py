@@ -111,6 +111,18 @@ def test_a_search_for_hardware_that_is_not_here(
 
 
 @pytest.mark.deviceless
+def test_a_chip_under_ones_own_name_is_compiled_for(tmp_path) -> None:
+    """libtpu knows no `ours:2x2`, but what that inherits."""
+    needs("tpu")
+    hardware = tmp_path / "ours.toml"
+    hardware.write_text('[chip.ours]\ninherits = "v5e"\nmemory_bandwidth = 7e11\n')
+    budget = autoshard.Budget(candidates=10, compiles=1)
+    plan = autoshard.search(workloads.mlp, "ours:2x2", budget=budget, hardware=hardware)
+    assert plan.trial is not None and isinstance(plan.trial.compiled, Estimate)
+    assert "ours:2x2" in str(plan)
+
+
+@pytest.mark.deviceless
 def test_loading_elsewhere_notes_collectives_that_run_over_other_axes(tmp_path) -> None:
     """A plan that communicates, its record altered to do so over another mesh axis."""
     needs("tpu")

@@ -276,6 +276,23 @@ def test_compilers_are_told_what_they_would_otherwise_take_amiss():
     }
 
 
+def test_the_compiler_hears_its_own_name_of_a_chip_that_inherits(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(
+        '[chip.ours]\ninherits = "v5p"\n[chip.slow]\ninherits = "ours"\n'
+        "[chip.v5e]\nmemory_bandwidth = 1e12\n"
+    )
+    chips = catalogue(path)
+    for name, known in (
+        ("ours:4x4x4", "v5p:4x4x4"),
+        ("slow:2x2x1", "v5p:2x2x1"),
+        ("v5e:2x2", "v5e:2x2"),
+        ("tpu7x:2x2x1", "tpu7x:2x2x1"),
+    ):
+        topology = parse_topology(name, chips)
+        assert (topology.name, topology.compiler_name) == (name, known)
+
+
 # The compilers load into a process of their own: libtpu may not be loaded where CPU devices run.
 ASK = """
 import json, os, sys

@@ -101,6 +101,7 @@ class Chip:
       shapes: all slices there are; None where `host_shape`, `max_shape` and cubes say it.
       links: innermost first.
       target_config: GPU: the text of XLA's GpuTargetConfigProto; "" for TPU.
+      libtpu_name: TPU: what libtpu calls the chip, whatever its name here; "" for GPU.
       chip_config: TPU: libtpu's name for how the cores of a chip are used; "" for its default.
     """
 
@@ -120,6 +121,7 @@ class Chip:
     max_shape: tuple[int, ...]
     links: tuple[Link, ...]
     target_config: str
+    libtpu_name: str = ""
     chip_config: str = ""
     max_extent: int | None = None
     shapes: Shapes | None = None

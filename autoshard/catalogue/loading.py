@@ -40,9 +40,12 @@ MAY_BE_ZERO = ("launch_s", "latency")
 CHIP_FIELDS = (
     *("platform", "device_kind", "flops", "element_flops", "memory_bytes", "usable_bytes"),
     *("memory_bandwidth", "clock_hz", "launch_s", "devices_per_chip", "host_shape", "max_shape"),
-    *("max_extent", "shapes", "links", "target_config", "chip_config"),
+    *("max_extent", "shapes", "links", "target_config", "libtpu_name", "chip_config"),
 )
-OPTIONAL = ("clock_hz", "max_shape", "max_extent", "shapes", "target_config", "chip_config")
+OPTIONAL = (
+    *("clock_hz", "max_shape", "max_extent", "shapes"),
+    *("target_config", "libtpu_name", "chip_config"),
+)
 LIMITS = ("max_shape", "max_extent", "shapes")
 """What bounds a slice: a chip that says one of them, or other hosts, inherits none."""
 
@@ -195,6 +198,10 @@ def _chip(table: _Table, where: _Where) -> Chip:
     if tpu == ("target_config" in table):
         at = where.at("target_config")
         at.fail(*(("a text", "none (TPU)") if tpu else ("nothing", "XLA's GpuTargetConfigProto")))
+    if tpu != ("libtpu_name" in table):
+        wanted = "what libtpu calls the chip, such as 'v5p' (TPU), or a chip that it inherits"
+        at = where.at("libtpu_name")
+        at.fail(*(("nothing", wanted) if tpu else ("a text", "none (GPU)")))
     if not tpu and "chip_config" in table:
         where.at("chip_config").fail("a text", "none (GPU)")
     host_shape = _shape(table["host_shape"], where.at("host_shape"), (2, 3) if tpu else (1,))
@@ -222,6 +229,7 @@ def _chip(table: _Table, where: _Where) -> Chip:
         max_shape=max_shape,
         links=_links(table["links"], where.at("links")),
         target_config="" if tpu else _text(table["target_config"], where.at("target_config")),
+        libtpu_name=_text(table["libtpu_name"], where.at("libtpu_name")) if tpu else "",
         chip_config=(
             _text(table["chip_config"], where.at("chip_config")) if "chip_config" in table else ""
         ),

@@ -16,6 +16,7 @@ WHOLE = """
 [chip.mine]
 platform = "tpu"
 device_kind = "My TPU"
+libtpu_name = "v5e"
 devices_per_chip = 1
 host_shape = [2, 2]
 flops = { bf16 = 1e14, f32 = 5e13 }
@@ -203,6 +204,7 @@ def test_a_missing_figure_is_named(read, field):
         ("device_kind", "7", "device_kind: got 7, expected a text"),
         ("devices_per_chip", "0", "devices_per_chip: got 0, expected a whole number"),
         ("devices_per_chip", "2", "links: got ici, expected a link of level 'chip'"),
+        ("libtpu_name", '""', "libtpu_name: got '', expected a text"),
         ("host_shape", "[2]", r"host_shape: got \[2\], expected a list of 2 or 3"),
         ("host_shape", "[2, 2.0]", r"host_shape: got 2\.0, expected a whole number"),
         ("host_shape", "[2, 2]\nshapes = 3", r"shapes: got 3, expected a list of shapes"),
@@ -249,6 +251,11 @@ def test_a_wrong_figure_is_named_with_file_and_chip(read, line, wrong, message):
         (
             "[chip.tpu7x.links.chip]\ndomain = 4\n",
             r"chip\.domain: got 4, expected devices_per_chip 2",
+        ),
+        ('[chip.h100]\nlibtpu_name = "v5e"\n', "libtpu_name: got a text, expected none"),
+        (
+            WHOLE.replace('libtpu_name = "v5e"\n', ""),
+            "libtpu_name: got nothing, expected what libtpu calls the chip, such as 'v5p'",
         ),
         ('[chip.v5p]\ntarget_config = "x"\n', "target_config: got a text, expected none"),
     ],
