@@ -34,6 +34,7 @@ from autoshard.cost import (
     Constants,
     LinkCost,
 )
+from autoshard.precision import precise_rates
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
@@ -149,12 +150,15 @@ def rates_by_dtype(
 
     Args:
       measured: with entries "product bf16" and "product f32".
-      chip: what it says of other dtypes is taken to be reached as far as bf16 reaches its own peak.
+      chip: what it says of other dtypes, and of arithmetic in f32 for products without TF32, is
+        taken to be reached as far as bf16 reaches its own peak.
     """
     found = {name: measured[f"product {name}"] for name in ("bf16", "f32")}
     if chip is not None:
         reached = found["bf16"] / chip.flops["bf16"].value
         found = {dtype: figure.value * reached for dtype, figure in chip.flops.items()} | found
+        elements = chip.element_flops.value * reached
+        found |= precise_rates(chip.platform, found["f32"], elements)
     return tuple(sorted(found.items()))
 
 

@@ -27,7 +27,7 @@ from autoshard.trial import Collective
 MODEL_REVISION = 23
 """Part of every journal key.
 
-Raise it when estimates change by a change here, to `network`, `sites`, `specs` or
+Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs` or
 `rungs.propagate`, to what `compat.partitioner`, `compat.invariants` and `transposes` read or
 `compat.lookups` tells it, or to which constraints `constraints.told` keeps.
 """
@@ -95,7 +95,8 @@ class Constants:
       device: kind of device, for messages and keys.
       device_count: devices it was measured or catalogued for.
       contract_flops_per_s: matrix products and convolutions of other dtypes than the next names.
-      contract_by_dtype: the same by dtype of the operands, sorted by name.
+      contract_by_dtype: the same by dtype of the operands, sorted by name; of f32 also by how
+        precisely it is multiplied, where that costs more (`precision.precise_rates`).
       element_flops_per_s: everything else, one operation an element.
       bandwidth_bytes_per_s: memory traffic.
       launch_s: fixed cost of a kernel.
@@ -197,11 +198,18 @@ class CostModel:
         """Operations a second of products of this dtype, in MLIR's words or HLO's; "" for all else.
 
         A rate of `f8` or `f4` is that of every format of the width, `s8` that of `i8` and `u8` too.
+        Of f32 it depends on how precisely it is multiplied (`precision.multiplied_as`) where the
+        constants say so, else it is that of all f32.
         """
         if not dtype:
             return self.constants.element_flops_per_s
-        width = _NARROW.fullmatch(dtype)
-        name = f"{'f' if dtype[0] == 'f' else 's'}{width[1]}" if width else dtype
+        if dtype in self._by_dtype or not self._by_dtype:
+            return self._by_dtype.get(dtype, self.constants.contract_flops_per_s)
+        plain, _, passes = dtype.partition(":")[0].partition("_x")
+        if passes:
+            return self.rate(plain) / int(passes)
+        width = _NARROW.fullmatch(plain)
+        name = f"{'f' if plain[0] == 'f' else 's'}{width[1]}" if width else plain
         return self._by_dtype.get(name, self.constants.contract_flops_per_s)
 
     def kernels_s(

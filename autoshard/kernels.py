@@ -31,7 +31,8 @@ class KernelTable:
       kernel_flops: (k,) floating-point operations if nothing is sharded, fused chains included.
       kernel_trips: (k,) how often it runs in a step.
       kernel_writes: (k,) 1 if it writes its whole value, 0 if it updates in place.
-      kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`; else "".
+      kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`, with how
+        precisely it multiplies (`precision.multiplied_as`); else "".
       read_kernel, read_value: (r,) which kernel reads which value.
       read_scale: (r,) part of the value that is read.
       transposed_kernel, transposed_value: (t,) which kernel transposes which value.

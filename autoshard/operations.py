@@ -8,6 +8,7 @@ import math
 
 from autoshard.buffers import Loop
 from autoshard.compat import stablehlo
+from autoshard.precision import multiplied_as
 from autoshard.transposes import transposed_operands
 from autoshard.trips import trip_count
 
@@ -72,7 +73,8 @@ class Operations:
       trip_of: how often its operation runs in a step.
       position_of: where that stands in the program.
       own_flops: of its operation alone, if nothing is sharded.
-      dtype_of: of the operands of a product or convolution, by the value it makes.
+      dtype_of: of the operands of a product or convolution, with how precisely it multiplies
+        (`precision.multiplied_as`), by the value it makes.
       arguments, returned: of the main function.
       tags: tag of an operation -> (first value, number of results).
       trips, positions: the same two by tag.
@@ -182,7 +184,8 @@ class Operations:
             self.own_flops[index] = self._flops(op, index)
             if name in ("stablehlo.dot_general", "stablehlo.convolution"):
                 self.contracting[tag] = tuple(operands)
-                self.dtype_of[index] = stablehlo.dtype_of(op.operands[0])
+                dtype = stablehlo.dtype_of(op.operands[0])
+                self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
         if turned := transposed_operands(op):
             made = name == "stablehlo.transpose"  # in parts as its result, not as its operand
             self.transposed[first] = (first,) if made else tuple(operands[i] for i in turned)

@@ -13,6 +13,7 @@ from autoshard.cost import (
     CostModel,
 )
 from autoshard.network import Network
+from autoshard.precision import precise_rates
 from autoshard.target import Target
 from autoshard.topology import Topology
 
@@ -36,12 +37,13 @@ def cost_model(
 def catalogued(topology: Topology) -> Constants:
     """The constants of hardware that is not here, from its catalogue entry."""
     chip = topology.chip
-    by_dtype = tuple(sorted((dtype, figure.value) for dtype, figure in chip.flops.items()))
+    rates = {dtype: figure.value for dtype, figure in chip.flops.items()}
+    rates |= precise_rates(chip.platform, rates["f32"], chip.element_flops.value)
     return Constants(
         device=chip.device_kind,
         device_count=topology.device_count,
-        contract_flops_per_s=dict(by_dtype).get("f32", by_dtype[0][1]),
-        contract_by_dtype=by_dtype,
+        contract_flops_per_s=rates["f32"],
+        contract_by_dtype=tuple(sorted(rates.items())),
         element_flops_per_s=chip.element_flops.value,
         bandwidth_bytes_per_s=chip.memory_bandwidth.value,
         launch_s=chip.launch_s.value,

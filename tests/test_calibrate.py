@@ -108,7 +108,8 @@ def test_rates_of_other_dtypes_are_reached_as_far_as_that_of_bf16():
     found = dict(rates_by_dtype(measured, chip))
     assert found["bf16"] == measured["product bf16"] and found["f32"] == 1e14
     assert found["f8"] == pytest.approx(chip.flops["f8"].value / 2)
-    assert set(found) == set(chip.flops)
+    assert set(found) == {*chip.flops, "f32:highest"}
+    assert found["f32:highest"] == pytest.approx(chip.element_flops.value / 2)
     assert rates_by_dtype(measured, None) == (("bf16", found["bf16"]), ("f32", 1e14))
 
 
@@ -126,7 +127,9 @@ def test_an_accelerator_has_its_clock_and_other_dtypes_from_the_catalogue(monkey
     assert not found.shared and found.clock_hz == chip.clock_hz.value
     assert chip.digest in found.source
     rates = dict(found.contract_by_dtype)
-    assert set(rates) == set(chip.flops)
+    assert set(rates) == {*chip.flops, "f32:high", "f32:highest"}
+    assert rates["f32"] == pytest.approx(3 * rates["f32:high"])
+    assert rates["f32"] == pytest.approx(6 * rates["f32:highest"])
     assert found.contract_flops_per_s == rates["f32"] > 0
     assert found.element_flops_per_s > 0 and found.bandwidth_bytes_per_s > 0
     assert {x.group_size for x in found.links} == {2}

@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.catalogue import catalogue
 from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants, Correction, CostModel, fit_correction
 from autoshard.hlo.work import Work
+from autoshard.pricing import catalogued
+from autoshard.topology import parse_topology
 from autoshard.trial import Collective
 from tests.analysed import CONSTANTS, COST
 
@@ -152,3 +155,26 @@ def test_a_rate_is_found_under_the_words_of_both_dialects(dtype: str, rate: floa
     by_dtype = (("bf16", 4e14), ("f4", 16e14), ("f8", 8e14), ("s8", 6e14))
     model = CostModel(dataclasses.replace(CONSTANTS, contract_by_dtype=by_dtype))
     assert model.rate(dtype) == rate
+
+
+@pytest.mark.parametrize(
+    ("name", "high", "highest", "thrice"),
+    [
+        ("h100:1x8", 494.7e12, 66.9e12, 989.4e12 / 3),
+        ("v5e:2x2", 197e12 / 3, 197e12 / 6, 197e12 / 3),
+    ],
+)
+def test_products_of_f32_cost_what_their_precision_does(
+    name: str, high: float, highest: float, thrice: float
+) -> None:
+    """Without TF32 there are no tensor cores; on TPU f32 is several products in bf16."""
+    model = CostModel(catalogued(parse_topology(name, catalogue())))
+    assert model.rate("f32:high") == pytest.approx(high)
+    assert model.rate("f32:highest") == pytest.approx(highest)
+    assert model.rate("bf16_x3") == pytest.approx(thrice)
+
+
+@pytest.mark.parametrize("dtype", ["f32:high", "f32:highest", "bf16_x3", "f32_x3"])
+def test_on_cpu_precision_costs_nothing(dtype: str) -> None:
+    model = CostModel(dataclasses.replace(CONSTANTS, contract_by_dtype=()))
+    assert model.rate(dtype) == model.rate("f32")

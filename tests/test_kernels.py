@@ -224,3 +224,34 @@ def test_state_is_counted_once_because_it_is_donated() -> None:
     state = of.analysis.program.state_bytes
     assert estimate.state_bytes == state
     assert state < estimate.peak_memory_bytes < 2 * state
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (None, "f32"),
+        (jax.lax.Precision.HIGH, "f32:high"),
+        (jax.lax.Precision.HIGHEST, "f32:highest"),
+        ((jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST), "f32:highest"),
+        (jax.lax.DotAlgorithmPreset.F32_F32_F32, "f32:highest"),
+        (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "bf16"),
+        (jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6, "bf16_x6"),
+    ],
+)
+def test_a_product_keeps_its_precision(precision: jax.lax.PrecisionLike, dtype: str) -> None:
+    def step(w, x):
+        return w, jnp.sum(jax.lax.dot(x, w, precision=precision))
+
+    assert set(table(step, shaped(8, 8), shaped(16, 8)).kernel_dtypes) - {""} == {dtype}
+
+
+def test_a_convolution_keeps_its_precision_and_bf16_has_one() -> None:
+    def step(w, x):
+        y = jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest"
+        )
+        b = x[0, 0].astype(jnp.bfloat16)
+        return w, jnp.sum(y) + jnp.sum(jax.lax.dot(b, b.T, precision="highest"))
+
+    kernels = table(step, shaped(3, 3, 4, 6), shaped(8, 10, 10, 4))
+    assert set(kernels.kernel_dtypes) - {""} == {"f32:highest", "bf16"}

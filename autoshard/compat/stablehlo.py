@@ -23,6 +23,11 @@ Attribute: TypeAlias = Any
 MESH_NAME = "mesh"
 """Every module here names one mesh, so."""
 
+_PRECISION = re.compile(r"precision (\w+)")
+_ALGORITHM = re.compile(
+    r"lhs_precision_type = (\w+), rhs_precision_type = (\w+), accumulation_type = (\w+),"
+    r".*num_primitive_operations = (\d+)"
+)
 _SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
 
 
@@ -117,6 +122,22 @@ def shape_of(value: Value) -> tuple[int, ...]:
 def dtype_of(value: Value) -> str:
     """The element type in MLIR's words, such as `bf16`."""
     return str(ir.RankedTensorType(value.type).element_type)
+
+
+def precision_of(product: Operation) -> tuple[list[str], str]:
+    """What a product or convolution asks for: precision of each operand, and the dot algorithm.
+
+    Returns:
+      Words such as `HIGHEST`; the algorithm as HLO names it, `dot_bf16_bf16_f32_x3`, "" for none.
+    """
+    attributes = product.attributes
+    asked = str(attributes["precision_config"]) if "precision_config" in attributes else ""
+    named = _ALGORITHM.search(str(attributes["algorithm"])) if "algorithm" in attributes else None
+    if named is None:
+        return _PRECISION.findall(asked), ""
+    lhs, rhs, sums, count = named.groups()
+    times = f"_x{count}" if int(count) > 1 else ""
+    return _PRECISION.findall(asked), f"dot_{lhs}_{rhs}_{sums}{times}"
 
 
 def strides(operation: Operation) -> list[int]:

@@ -11,8 +11,9 @@ import math
 import re
 
 from autoshard.compat import mosaic
-from autoshard.hlo.flops import convolution_flops
+from autoshard.hlo.flops import convolution_flops, precision_of
 from autoshard.hlo.records import Computation, Instruction, Shape
+from autoshard.precision import multiplied_as
 
 _DECLARED = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
 _BODY = re.compile(r'"body":\s*"([^"]+)"')
@@ -29,8 +30,8 @@ class CallCost:
     """The work of one custom call.
 
     Attributes:
-      dtype: of the left operand of its matrix products; of a Pallas kernel, of its first operand
-        that may be one.
+      dtype: of the left operand of its matrix products, as `precision.multiplied_as` has it; of a
+        Pallas kernel, of its first operand that may be one.
       matmul_flops: 2 a multiply-add; of a declared cost all but the transcendentals.
       element_flops: everything else, transcendentals included.
       bytes: declared memory traffic; None where operands and results tell.
@@ -75,7 +76,10 @@ def call_cost(instruction: Instruction, computation: Computation) -> CallCost | 
         flops = _library_product(instruction, shapes)
     else:
         return None
-    return None if flops is None else CallCost(dtype=shapes[0].dtype, matmul_flops=flops)
+    if flops is None:
+        return None
+    dtype = multiplied_as(shapes[0].dtype, *precision_of(instruction))
+    return CallCost(dtype=dtype, matmul_flops=flops)
 
 
 def _declared(instruction: Instruction, operands: tuple[Shape, ...]) -> CallCost | None:

@@ -12,6 +12,9 @@ import re
 
 from autoshard.hlo.records import Computation, HloError, Instruction, Shape
 
+_PRECISIONS = re.compile(r'"operand_precision":\s*\[([^\]]*)\]')
+_ALGORITHM = re.compile(r'"algorithm":\s*"(ALG_DOT_\w+)"')
+
 TRANSCENDENTAL = frozenset(
     (
         "atan2",
@@ -86,6 +89,19 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> float | 
         shapes = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
         return convolution_flops(instruction, shapes[0], shapes[1], instruction.shape)
     return None
+
+
+def precision_of(instruction: Instruction) -> tuple[list[str], str]:
+    """What a product or convolution asks for: precision of each operand, and the dot algorithm.
+
+    cuBLAS is told in the backend_config; everything else, cuDNN too, says it in attributes.
+    """
+    config = instruction.attribute("backend_config")
+    asked = instruction.attribute("operand_precision")
+    if found := _PRECISIONS.search(config):
+        asked = found[1]
+    named = _ALGORITHM.search(config)
+    return re.findall(r"\w+", asked), named[1] if named else instruction.attribute("algorithm")
 
 
 def _operand(instruction: Instruction, computation: Computation, index: int) -> Shape:

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 
 from autoshard.hlo.collectives import collective, continues_another, is_collective
 from autoshard.hlo.custom_calls import call_cost
-from autoshard.hlo.flops import ELEMENTWISE, TRANSCENDENTAL, matmul_flops, plain_flops
+from autoshard.hlo.flops import (
+    ELEMENTWISE,
+    TRANSCENDENTAL,
+    matmul_flops,
+    plain_flops,
+    precision_of,
+)
 from autoshard.hlo.records import Computation, HloModule, Instruction
 from autoshard.hlo.slices import crossing, mesh_of_slice, rendezvous
 from autoshard.hlo.traffic import FREE, FREE_CALLS, HOST, Traffic
@@ -18,6 +24,7 @@ from autoshard.hlo.transposes import transposed
 from autoshard.hlo.trips import trip_count
 from autoshard.hlo.work import Work
 from autoshard.layout import MeshShape
+from autoshard.precision import multiplied_as
 from autoshard.subaxes import places_of_axes
 from autoshard.trial import Collective
 
@@ -310,7 +317,8 @@ class Steps:
             return
         flops = matmul_flops(instruction, computation)
         if flops is not None:
-            inside.add_matmul(computation.find(instruction.operands[0]).shape.dtype, flops)
+            left = computation.find(instruction.operands[0]).shape.dtype
+            inside.add_matmul(multiplied_as(left, *precision_of(instruction)), flops)
             return
         inside.transposed += transposed(instruction, computation)
         flops = plain_flops(instruction, computation)

@@ -154,3 +154,37 @@ def test_an_fp8_product_keeps_its_dtype_and_ignores_its_scales():
     counts, work, _ = read(body)
     assert counts.matmul_flops_by_dtype == (("f8e4m3fn", 2 * 128 * 64 * 32),)
     assert work.bytes == 128 * 64 + 64 * 32 + 2 * 128 * 32 + 4
+
+
+@pytest.mark.parametrize(
+    "said, dtype",
+    [
+        ('"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_UNSET"', "f32"),
+        ('"operand_precision":["HIGH","HIGH"],"algorithm":"ALG_UNSET"', "f32:high"),
+        ('"operand_precision": ["HIGHEST", "HIGHEST"], "algorithm": "ALG_UNSET"', "f32:highest"),
+        ('"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_DOT_F32_F32_F32"',
+         "f32:highest"),
+        ('"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_DOT_TF32_TF32_F32"', "f32"),
+    ],
+)  # fmt: skip
+def test_a_library_s_product_keeps_its_precision(said, dtype):
+    body = (
+        "  %x = f32[128,64]{1,0} parameter(3)\n  %y = f32[64,32]{0,1} parameter(4)\n"
+        "  ROOT %k = (f32[128,32]{1,0}, s8[33554432]{0}) custom-call(%x, %y), "
+        'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":'
+        '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+        f'"rhs_contracting_dimensions":["0"]}},"precision_config":{{{said}}}}}}}'
+    )
+    assert read(body)[0].matmul_flops_by_dtype == ((dtype, 2 * 128 * 64 * 32),)
+
+
+def test_a_library_s_convolution_keeps_its_precision():
+    body = (
+        "  %x = f32[2,6,6,8]{3,2,1,0} parameter(3)\n  %y = f32[8,3,3,8]{3,2,1,0} parameter(4)\n"
+        "  ROOT %k = (f32[2,6,6,8]{3,2,1,0}, u8[0]{0}) custom-call(%x, %y), "
+        "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, "
+        'operand_precision={highest,highest}, custom_call_target="__cudnn$convForward", '
+        'backend_config={"cudnn_conv_backend_config":{"conv_result_scale":1}}'
+    )
+    ((dtype, _),) = read(body)[0].matmul_flops_by_dtype
+    assert dtype == "f32:highest"

@@ -80,6 +80,33 @@ def test_a_convolution_counts_no_padding(compile_hlo):
     assert count(compile_hlo(conv, x, k), ()).matmul_flops == 2 * 2 * 3 * 5 * taps**2
 
 
+@pytest.mark.parametrize(
+    "line, dtype",
+    [
+        ("dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", "f32"),
+        (
+            "dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0},"
+            " operand_precision={highest,highest}",
+            "f32:highest",
+        ),
+        (
+            "dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0},"
+            " algorithm=dot_bf16_bf16_f32_x3",
+            "bf16_x3",
+        ),
+        ("convolution(%a, %b), dim_labels=bf_io->bf, operand_precision={high,high}", "f32:high"),
+    ],
+)
+def test_a_product_keeps_its_precision(line, dtype):
+    """As XLA:GPU prints products (jax 0.10.2), and libtpu 0.0.42 the last one."""
+    module = parse(
+        "HloModule m, is_scheduled=true\n\nENTRY %e () -> f32[] {\n"
+        "  %a = f32[16,64]{1,0} parameter(0)\n  %b = f32[64,32]{1,0} parameter(1)\n"
+        f"  ROOT %c = f32[16,32]{{1,0}} {line}\n}}\n"
+    )
+    assert count(module, ()).matmul_flops_by_dtype == ((dtype, 2 * 16 * 64 * 32),)
+
+
 def test_a_depthwise_convolution():
     body = """\
   %x = f32[8,32,32,16]{3,2,1,0} parameter(0)
