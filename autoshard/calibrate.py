@@ -38,7 +38,7 @@ from autoshard.precision import precise_rates
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 13
+REVISION = 14
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _DRAWS = 5  # of 3 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
