@@ -164,7 +164,6 @@ def permutation(transpose: Operation) -> list[int]:
     return list(ir.DenseI64ArrayAttr(transpose.attributes["permutation"]))
 
 
-@functools.lru_cache(maxsize=4096)
 def source_of(location: str) -> str:
     """`file.py:line` of the user's step that an operation's location names; "" if it names none.
 
@@ -175,6 +174,7 @@ def source_of(location: str) -> str:
     return f"{found[1].rpartition('/')[2]}:{found[2]}" if found else ""
 
 
+@functools.lru_cache(maxsize=4096)
 def shape_and_bits(type_text: str) -> tuple[tuple[int, ...], int]:
     """(dimensions, bits an element) of a printed tensor type such as `tensor<8x4xbf16>`.
 
