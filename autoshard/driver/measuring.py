@@ -1,11 +1,11 @@
 """Rung 3 of a search: finalists raced on the devices, in a child process where they are CPUs."""
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 
 from autoshard.driver.ledger import Ledger, Row
+from autoshard.driver.race_records import RaceRecords
 from autoshard.lowering import lower_unsharded
 from autoshard.module import Module
 from autoshard.rungs import profile
@@ -14,7 +14,7 @@ from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.checking import Finalist
 from autoshard.rungs.inputs import Inputs, make_inputs
 from autoshard.rungs.race import Footprint, RaceSettings
-from autoshard.trial import Estimate, Failure, Kind, Measurement, Outcome, Stage
+from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
 
 _BATCHES = 2
 _APART = 1 << 20
@@ -119,85 +119,58 @@ class Measuring:
             )
             return []
 
-        def note_of(row: Row) -> dict[str, object]:
-            return {"wave": wave, "inputs": inputs.digest, **ledger.note("profile", row)}
-
-        references: dict[str, Module] = {}
-        finalists: list[Finalist] = []
-        names: dict[str, int] = {}
+        names = {self._name(i): i for i in group}
+        records = RaceRecords(
+            ledger,
+            {name: ledger.rows[i] for name, i in names.items()},
+            {name: keys[i] for name, i in names.items()},
+            {"wave": wave, "inputs": inputs.digest},
+        )
         here = ledger.target.platform != "cpu"  # what takes a process down takes down this one
-        for i in group:
-            row = ledger.rows[i]
-            if here and ledger.journal.attempts(keys[i]) > 1:
-                row.profiled = _crashed()
-                ledger.journal.add(keys[i], row.profiled, note_of(row))
-                continue
-            module = ledger.module_of(row)
-            compiled = row.compiled
-            assert isinstance(module, Module) and isinstance(compiled, Estimate)
-            reference = f"reference {row.subject}"
-            if reference not in references:
-                subject = ledger.subject_of(row)
-                references[reference] = lower_unsharded(subject.analysis.program, ledger.target)
-            name = self._name(i)
-            names[name] = i
-            checked = row.profiled if isinstance(row.profiled, Measurement) else None
-            finalists.append(
-                Finalist(
-                    name=name,
-                    module=module,
-                    footprint=footprint(module, compiled.peak_memory_bytes),
-                    reference=reference,
-                    checked=checked,
-                    traced=wave == "final",
-                )
-            )
-            if not here:
-                ledger.journal.started(keys[i], note_of(row))
-        total = len(finalists)
-
-        @contextlib.contextmanager
-        def touching(running: Sequence[str]) -> Iterator[None]:
-            for name in running:
-                ledger.journal.started(keys[names[name]], note_of(ledger.rows[names[name]]))
-            try:
-                yield
-            finally:
-                for name in running:
-                    if ledger.journal.attempts(keys[names[name]]):
-                        ledger.journal.withdrawn(keys[names[name]])
-
-        def failed(name: str, failure: Failure) -> None:
-            row = ledger.rows[names[name]]
-            row.profiled = failure
-            ledger.journal.add(keys[names[name]], failure, note_of(row))
-
-        needed = {f.reference for f in finalists if f.checked is None}
+        racing = [name for name in names if not (here and records.died_twice(name))]
+        finalists = [self._finalist(name, names[name], wave) for name in racing]
+        if not here:
+            records.started(racing)
         judged = profile.judge(
             bench,
             finalists,
-            {name: module for name, module in references.items() if name in needed},
+            self._references(finalists, [names[name] for name in racing]),
             seed=ledger.seed,
             folder=str(ledger.folder / "traces"),
             memory_bytes=ledger.target.memory_bytes,
             settings=RaceSettings(max_rounds=rounds),
             should_stop=lambda: ledger.late(share),
-            touching=touching if here else contextlib.nullcontext,
-            on_progress=lambda done, text: ledger.tell(Stage.PROFILE, done, total, text),
-            on_failure=failed,
+            touching=records.touching if here else contextlib.nullcontext,
+            on_progress=lambda done, text: ledger.tell(Stage.PROFILE, done, len(racing), text),
+            on_failure=records.failed,
         )
-        records: list[tuple[str, Outcome, dict[str, object]]] = []
-        for name, outcome in judged.outcomes.items():
-            if isinstance(outcome, Failure):
-                continue
-            row = ledger.rows[names[name]]
-            row.profiled = _joined(row.profiled, outcome, first_round)
-            note = note_of(row)
-            if name in judged.ranking:
-                note["place"] = judged.ranking.index(name)
-            records.append((keys[names[name]], row.profiled, note))
-        ledger.journal.add_all(records)
+        records.measured(judged, first_round)
         return [names[n] for n in judged.ranking]
+
+    def _finalist(self, name: str, index: int, wave: str) -> Finalist:
+        row = self._ledger.rows[index]
+        module, compiled = self._ledger.module_of(row), row.compiled
+        assert isinstance(module, Module) and isinstance(compiled, Estimate)
+        return Finalist(
+            name=name,
+            module=module,
+            footprint=footprint(module, compiled.peak_memory_bytes),
+            reference=f"reference {row.subject}",
+            checked=row.profiled if isinstance(row.profiled, Measurement) else None,
+            traced=wave == "final",
+        )
+
+    def _references(
+        self, finalists: Sequence[Finalist], indices: Sequence[int]
+    ) -> dict[str, Module]:
+        """The unsharded step of the knobs of each finalist that is not checked yet."""
+        ledger = self._ledger
+        found: dict[str, Module] = {}
+        for finalist, index in zip(finalists, indices, strict=True):
+            if finalist.checked is None and finalist.reference not in found:
+                program = ledger.subject_of(ledger.rows[index]).analysis.program
+                found[finalist.reference] = lower_unsharded(program, ledger.target)
+        return found
 
     def _replayed(self, raced: dict[int, Measurement], keys: dict[int, str]) -> list[int]:
         """Takes over a race that the journal holds; returns its ranking."""
@@ -247,32 +220,7 @@ class Measuring:
         self.ranking = (*ok, *(i for i in self._ledger.measured() if i not in set(ok)))
 
 
-def _joined(
-    earlier: Measurement | Failure | None, later: Measurement, first_round: int
-) -> Measurement:
-    """Samples of all races of one program, kept together."""
-    later = dataclasses.replace(later, rounds=tuple(first_round + r for r in later.rounds))
-    if not isinstance(earlier, Measurement):
-        return later
-    return dataclasses.replace(
-        later,
-        samples_s=earlier.samples_s + later.samples_s,
-        rounds=earlier.rounds + later.rounds,
-        devices=later.devices or earlier.devices,
-        trace=later.trace or earlier.trace,
-        elapsed_s=earlier.elapsed_s + later.elapsed_s,
-    )
-
-
 def footprint(module: Module, peak_bytes: int) -> Footprint:
     """What a program takes that is raced; the compiler's peak is that of one step and batch."""
     running = peak_bytes - module.held_bytes(1)
     return Footprint(held=module.held_bytes(_BATCHES), running=max(0, running))
-
-
-def _crashed() -> Failure:
-    return Failure(
-        stage=Stage.PROFILE,
-        kind=Kind.CRASH,
-        message="the process died twice while measuring this program",
-    )

@@ -6,7 +6,7 @@ agree with it.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from autoshard.module import Module
@@ -100,7 +100,7 @@ class Checking:
                 continue
             self._tell("running the unsharded step")
             if self._bench.trust(reference, references[reference]) is None:
-                for name, report in self._compared(fresh, reference).items():
+                for name, report in self._compared(fresh, reference):
                     self._judge(name, report, "exact")
             else:
                 self._check_each_other(group)
@@ -124,27 +124,24 @@ class Checking:
             kind, worst.error if worst else 0.0, worst.path if worst else ""
         )
 
-    def _compared(self, finalists: Sequence[Finalist], reference: str) -> dict[str, NumericsReport]:
+    def _compared(
+        self, finalists: Sequence[Finalist], reference: str
+    ) -> Iterator[tuple[str, NumericsReport]]:
         """Runs each beside the trusted reference; those that cannot run fail here."""
-        reports: dict[str, NumericsReport] = {}
-        for finalist in finalists:
-            if self.passed.keys() | reports.keys() and self._should_stop():
-                break
-            self._on_progress(
-                len(self.passed) + len(self.failed) + len(reports),
-                f"checking the numerics of {finalist.name}",
-            )
+        for number, finalist in enumerate(finalists):
+            if (self.passed or number) and self._should_stop():
+                return
+            self._tell(f"checking the numerics of {finalist.name}")
             with self._touching([finalist.name]):
                 answer: object = self._bench.load(finalist.name, finalist.module)
                 if not isinstance(answer, Failure):
                     answer = self._bench.numerics(finalist.name, reference)
                 self._bench.unload(finalist.name)
             if isinstance(answer, NumericsReport):
-                reports[finalist.name] = answer
+                yield finalist.name, answer
             else:
                 assert isinstance(answer, Failure)
                 self._fail(finalist.name, answer)
-        return reports
 
     def _leave_unchecked(self, finalists: Sequence[Finalist]) -> None:
         for finalist in finalists:
@@ -175,7 +172,7 @@ class Checking:
                     self._fail(yardstick.name, refused)
                 continue
             others = [f for f in open_ if f is not yardstick and f.name not in self.failed]
-            reports = self._compared(others, yardstick.name)
+            reports = dict(self._compared(others, yardstick.name))
             agreeing = [name for name, report in reports.items() if report.passed]
             if yardstick in believed or 2 * (len(agreeing) + 1) > len(reports) + 1:
                 for name, report in reports.items():

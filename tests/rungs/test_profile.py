@@ -138,6 +138,20 @@ def test_failures_are_told_at_once_and_cost_one_finalist(tmp_path):
     assert result.ranking == ("a",)
 
 
+def test_wrong_numerics_are_told_before_the_next_is_checked(tmp_path):
+    """Whoever interrupts the next one keeps what is known of the last."""
+    heard = []
+    bench = Pretended({"a": 0.03, "b": 0.01}, errors={"a": 1.0})
+    judged(
+        bench,
+        [finalist("a"), finalist("b")],
+        tmp_path,
+        on_failure=lambda name, failure: heard.append(name),
+        on_progress=lambda done, text: heard.append(text),
+    )
+    assert heard.index("a") < heard.index("checking the numerics of b")
+
+
 NO_REFERENCE = {"ref": OOM}
 
 

@@ -1,0 +1,96 @@
+"""What the journal is told of one race: what began, failed, was left, and was measured."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from autoshard.driver.ledger import Ledger, Row
+from autoshard.rungs.profile import Judged
+from autoshard.trial import Failure, Kind, Measurement, Outcome, Stage
+
+
+class RaceRecords:
+    """Writes to the journal, and to the rows, as finalists are judged.
+
+    Args:
+      rows, keys: by name of the finalist: its row, and the journal's key of its measurement.
+      more: what every line says beside the row.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        rows: Mapping[str, Row],
+        keys: Mapping[str, str],
+        more: Mapping[str, object],
+    ):
+        self._ledger = ledger
+        self._rows = rows
+        self._keys = keys
+        self._more = more
+
+    def _note(self, name: str) -> dict[str, object]:
+        return {**self._more, **self._ledger.note("profile", self._rows[name])}
+
+    def started(self, names: Sequence[str]) -> None:
+        """Programs begin to run that may take the process down."""
+        for name in names:
+            self._ledger.journal.started(self._keys[name], self._note(name))
+
+    @contextlib.contextmanager
+    def touching(self, names: Sequence[str]) -> Iterator[None]:
+        """They run inside; whatever leaves it, unless the process dies, left in good order."""
+        self.started(names)
+        try:
+            yield
+        finally:
+            for name in names:
+                if self._ledger.journal.attempts(self._keys[name]):  # no outcome ended it
+                    self._ledger.journal.withdrawn(self._keys[name])
+
+    def died_twice(self, name: str) -> bool:
+        """Whether the process died in the midst of it twice: it is a crash then, and recorded."""
+        if self._ledger.journal.attempts(self._keys[name]) < 2:
+            return False
+        message = "the process died twice while measuring this program"
+        self.failed(name, Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message=message))
+        return True
+
+    def failed(self, name: str, failure: Failure) -> None:
+        """Recorded at once."""
+        self._rows[name].profiled = failure
+        self._ledger.journal.add(self._keys[name], failure, self._note(name))
+
+    def measured(self, judged: Judged, first_round: int) -> None:
+        """Recorded in one write, with their places in the ranking.
+
+        Args:
+          first_round: number of the race's first round.
+        """
+        records: list[tuple[str, Outcome, dict[str, object]]] = []
+        for name, outcome in judged.outcomes.items():
+            if isinstance(outcome, Failure):
+                continue
+            row, note = self._rows[name], self._note(name)
+            row.profiled = _joined(row.profiled, outcome, first_round)
+            if name in judged.ranking:
+                note["place"] = judged.ranking.index(name)
+            records.append((self._keys[name], row.profiled, note))
+        self._ledger.journal.add_all(records)
+
+
+def _joined(
+    earlier: Measurement | Failure | None, later: Measurement, first_round: int
+) -> Measurement:
+    """Samples of all races of one program, kept together."""
+    later = dataclasses.replace(later, rounds=tuple(first_round + r for r in later.rounds))
+    if not isinstance(earlier, Measurement):
+        return later
+    return dataclasses.replace(
+        later,
+        samples_s=earlier.samples_s + later.samples_s,
+        rounds=earlier.rounds + later.rounds,
+        devices=later.devices or earlier.devices,
+        trace=later.trace or earlier.trace,
+        elapsed_s=earlier.elapsed_s + later.elapsed_s,
+    )
