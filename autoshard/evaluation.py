@@ -1,6 +1,6 @@
 """Evaluation functions run with a plan's shardings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -49,7 +49,7 @@ class Evaluation:
             mesh=layout.mesh,
             compute=rules({a: compute[b] for a, b in names.items() if b in compute}),
             storage=rules({a: storage[b] for a, b in names.items() if b in storage}),
-            occurrences=layout.occurrences,
+            occurrences=named_here(layout.occurrences, names),
             whole=layout.whole,
         )
         sites = analysis.sites
@@ -81,6 +81,18 @@ class Evaluation:
             return compiled(*placed)
 
         return run, out_tree
+
+
+def named_here(
+    occurrences: tuple[tuple[str, int], ...], names: Mapping[str, str]
+) -> tuple[tuple[str, int], ...]:
+    """The plan's occurrences by the names that its axes have in an evaluation function.
+
+    >>> named_here((("rows", 1), ("gone", 1)), {"a": "rows", "b": "rows", "c": "columns"})
+    (('a', 1), ('b', 1))
+    """
+    of_plan = dict(occurrences)
+    return tuple(sorted((here, of_plan[p]) for here, p in names.items() if p in of_plan))
 
 
 def _plans_names(program: Program, axes: Axes, plan: "Plan") -> dict[str, str]:

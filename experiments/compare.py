@@ -7,8 +7,11 @@ Command: python -m experiments.tune --model=mlp --steps=0 --run=runs/mlp
 Cost: a fresh process for each of 7 baselines, about 18 minutes in all for the decoder.
 Expected: a ratio of at most 1.00 (to two decimals) in every row. "undecided" counts as missed.
 
-Pairs of steps are interleaved until the 95 % interval of their ratio is within 2 %. The baselines
-get the plan's remat policy, so that layouts alone are compared; --remat gives them another. Writes
+Pairs of steps are interleaved until the 95 % interval of their ratio is within 2 %, in one process
+for each baseline: what comes within a few per cent of 1 is not known better than that
+(docs/decisions/0020). The baselines get the plan's remat policy; --remat gives them another. Where
+the plan accumulates gradients over parts of the batch, they do not: then not layouts alone are
+compared, and the results say so. Writes
 results/compare/<model>/<baseline>.json with all samples, and summary.json.
 """
 
@@ -110,6 +113,7 @@ def _measure(baseline: str) -> dict[str, Any]:
         "plan_is": plan.trial.baseline if plan.trial else "",
         "plan": plan.candidate.to_json(),
         "baseline_remat": remat,
+        "accumulate": plan.knobs.get("accumulate", 1),
         **dataclasses.asdict(found),
         "jax": jax.__version__,
         "python": platform.python_version(),

@@ -14,13 +14,13 @@ Expected: the goals that docs/fidelity.md states; what misses one is red.
 
 Each part of each case runs in a process of its own and leaves results/fidelity/<case>-<devices>/
 <part>.json, whole or not at all, with machine, versions, date and seeds; delete a file to have it
-made anew. Stop it at will: what is there is not run again, and journals under runs/fidelity let an
-interrupted search, and the compiles of an interrupted sample, go on. `search` has the default
-budget of `autoshard.search` and saves its plan; `sample` draws, compiles and measures programs and
-pairs the plan with the best of them anew; `hand` pairs the plan with hand-written layouts; `report`
-prints, and writes summary.json, the plots and the page, always over all cases. After a change to
-the model of cost, `predict` asks both rungs anew for the programs of samples that are there; their
-measured times stay.
+made anew. --short and --scale=small have folders of their own, under runs/. Stop it at will: what
+is there is not run again, and a journal under runs/fidelity lets an interrupted search go on; an
+interrupted sample begins anew. `search` has the default budget of `autoshard.search` and saves its
+plan; `sample` draws, compiles and measures programs and pairs the plan with the best of them anew;
+`hand` pairs the plan with hand-written layouts; `report` prints, and writes summary.json, the plots
+and the page, always over all cases. After a change to the model of cost, `predict` asks both rungs
+anew for the programs of samples that are there; their measured times stay.
 """
 
 import pathlib
@@ -53,6 +53,8 @@ _LAYOUT = flags.DEFINE_string("layout", "", "With --part=hand --here: this layou
 
 def main(argv: list[str]) -> None:
     del argv
+    if _SHORT.value or _SCALE.value != _SCALE.default:
+        _keep_apart()
     store = Store(results=pathlib.Path(_OUT.value), runs=pathlib.Path(_RUN.value))
     cases, devices = _cases(), [int(count) for count in _DEVICES.value]
     if _HERE.value:
@@ -79,6 +81,14 @@ def main(argv: list[str]) -> None:
             console.print(f"[red]{len(lost)} parts left no result; run the command again[/red]")
     if _PART.value in ("all", "report"):
         _report(store, console)
+
+
+def _keep_apart() -> None:
+    """What only tries the machinery neither counts as run nor comes onto the page."""
+    trial = f"runs/fidelity-{_SCALE.value}{'-short' if _SHORT.value else ''}"
+    for flag, apart in ((_OUT, f"{trial}/results"), (_RUN, trial), (_PAGE, "")):
+        if not flag.present:
+            flags.FLAGS[flag.name].value = apart
 
 
 def _cases() -> list[str]:
@@ -174,7 +184,7 @@ def _report(store: Store, console: Console) -> None:
     write(store.results / "summary.json", summary)
     made = tables.all_tables(summary)
     if peers := read(store.results / "peers.json"):
-        made.append(peers_page.peers_table(peers))
+        made.append(peers_page.peers_table(peers, len(CASES)))
     if _PAGE.value:
         pages.put_into(pathlib.Path(_PAGE.value), pages.as_markdown(made))
     for table in made:

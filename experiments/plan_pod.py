@@ -4,7 +4,8 @@ Question: what layout does the search find for a Llama-3-8B-class model, or a Mi
   of experts, on hardware that this machine does not have; what does the search cost; is the plan
   at least as fast as what people write by hand, as the target's own compiler sees it?
 Command: python -m experiments.plan_pod --model=llama3-8b --target=h100:8x8
-         (needs autoshard[cuda], for TPUs autoshard[tpu]; --target=v5p:4x4x4 or v5e:16x16)
+         (needs pip install -e '.[train,cuda]', for TPUs '.[train,tpu]'; --target=v5p:4x4x4 or
+         v5e:16x16)
 Cost: one to two minutes for GPUs on 2 cores, the hand layouts as much again; for TPUs libtpu takes
   about 80 CPU-seconds a program (0.5 s of 44 s are passes over HLO, the rest makes machine code,
   which nothing here needs: a compiler that stopped before it would do in a tenth of the time), so

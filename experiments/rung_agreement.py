@@ -4,7 +4,7 @@ Question: over a fixed-seed sample of layouts that fit, and rung 1's ten best, h
   rung 2 agree on predicted time (with and without the collective term both share) and on peak
   memory; what does rung 1 reject that fits; does it promote what is too large?
 Command: python -m experiments.rung_agreement --model=llama3-8b --target=h100:8x8
-         (needs autoshard[cuda], for TPUs autoshard[tpu])
+         (needs pip install -e '.[train,cuda]', for TPUs '.[train,tpu]')
 Cost: about 100 compiles by two workers: 15 minutes for GPUs on 2 cores; for TPUs 85 CPU-seconds
   each (Llama; Mixtral's take up to 300 s). What rung 2 says stands in <out>/<model>-<target>.jsonl,
   what was compiled in runs/rung_agreement: a run that was killed goes on, and after a change of the

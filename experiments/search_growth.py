@@ -95,6 +95,11 @@ def main(argv: list[str]) -> None:
         plot(folder)
         return
     data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    if data["runs"] and data.get("budget") != _BUDGET.value:
+        raise app.UsageError(
+            f"{path} has runs with --budget={data.get('budget')}, got {_BUDGET.value}: give another"
+            " --out"
+        )
     data |= {
         "jax": jax.__version__,
         "python": platform.python_version(),

@@ -363,7 +363,10 @@ def test_large_closures_are_warned_about_with_sizes(quick):
     ("sample", "message"),
     [
         (lambda key: jnp.ones((8, 7)), r"gives batch as float32\[8, 7\], expected float32\[8, 8\]"),
-        (lambda key: np.ones((8, 8)), r"gives batch as float64\[8, 8\], expected float32"),
+        (
+            lambda key: np.ones((8, 8), "float16"),
+            r"gives batch as float16\[8, 8\], expected float32",
+        ),
         (lambda key: {"x": jnp.ones((8, 8))}, "must have the structure of batch"),
         (lambda key: 1.0, r"gives batch as float\[\], expected"),
     ],

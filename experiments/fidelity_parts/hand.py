@@ -70,7 +70,8 @@ def _asked(file: pathlib.Path, layout: str, start: Callable[[str], str]) -> dict
         reason = start(layout)
         now = read(file)
         if now is None or now.get("processes") == row.get("processes"):
-            return {**row, "why": reason}
+            # Not as many processes as a near tie wants: what is there decides nothing.
+            return {**row, "verdict": "undecided", "why": reason}
         row = now
     return row
 

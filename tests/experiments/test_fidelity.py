@@ -295,14 +295,27 @@ def test_a_peer_that_the_beam_does_not_beat_by_ten_is_red() -> None:
     def row(candidates: int, beam: int | None) -> dict[str, float | int | None]:
         return {"best_s": 1.0, "candidates": candidates, "beam_candidates": beam}
 
-    case = {"budget": 600, "beam": row(9, 9), "tpe": row(500, 50), "random": row(0, 0)}
-    table = peers_page.peers_table({"cases": {"mlp on x": case}})
+    case = {"budget": 600, "beam": row(9, 9), "tpe": row(500, 50), "random": row(90, 9)}
+    table = peers_page.peers_table({"cases": {"mlp on x": case}}, 1)
     assert not any(cell.red for line in table.rows for cell in line)
     assert "500, 50 (0.10)" in [cell.text for cell in table.rows[0]]
     for worse in (row(500, 51), row(600, None)):
-        table = peers_page.peers_table({"cases": {"mlp on x": {**case, "tpe": worse}}})
+        table = peers_page.peers_table({"cases": {"mlp on x": {**case, "tpe": worse}}}, 1)
         assert [cell.red for line in table.rows for cell in line].count(True) == 2
     assert "600, never" in [cell.text for cell in table.rows[0]]
+
+
+def test_no_peer_is_beaten_where_there_was_nothing_to_find_or_cases_are_left() -> None:
+    nothing = {"best_s": 1.0, "candidates": 0, "beam_candidates": 0}
+    some = {"best_s": 1.0, "candidates": 500, "beam_candidates": 5}
+    case = {"budget": 600, "beam": some, "tpe": some, "random": nothing}
+    last = peers_page.peers_table({"cases": {"mlp on x": case}}, 1).rows[-1]
+    assert [(cell.text, cell.red) for cell in last if cell.text.startswith("met")] == [
+        ("met: 1 of 1 with something to find, 1 of 1 run", False),
+        ("met: 0 of 0 with something to find, 1 of 1 run", True),
+    ]
+    last = peers_page.peers_table({"cases": {"mlp on x": case}}, 17).rows[-1]
+    assert [cell.red for cell in last].count(True) == 2
 
 
 def test_plots_are_drawn_from_the_results(tmp_path: pathlib.Path) -> None:

@@ -108,6 +108,7 @@ def test_about_a_ratio_near_one_four_processes_are_asked(
     found = store.read(kept.result(HAND))
     assert found is not None and found["lost"] == 2
     assert found["rows"][0]["processes"] == [20, 20] and "code 1" in found["rows"][0]["why"]
+    assert found["rows"][0]["verdict"] == "undecided", "two of the four processes are no verdict"
     assert by_hand(["fsdp 1x2"], ratio=1.01) == ["fsdp 1x2"] * 4 + ["data parallel"]
     assert by_hand(["fsdp 1x2"], ratio=1.01) == ["data parallel"]
     found = store.read(kept.result(HAND))

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -27,6 +30,26 @@ from experiments.fidelity_parts import (
 )
 from experiments.fidelity_parts.store import Store, Task
 from tests.experiments.tiny_case import TinyCase
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def test_what_tries_the_machinery_neither_counts_nor_comes_onto_the_page(
+    tmp_path: pathlib.Path,
+) -> None:
+    page = tmp_path / "docs" / "fidelity.md"
+    page.parent.mkdir()
+    page.write_text("as it is")
+    for flag, folder in (("--short", "shrunk-short"), ("--scale=small", "small")):
+        subprocess.run(
+            [sys.executable, "-m", "experiments.fidelity", "--part=report", flag],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=True,
+            capture_output=True,
+        )
+        assert (tmp_path / f"runs/fidelity-{folder}/results/summary.json").exists()
+    assert page.read_text() == "as it is" and not (tmp_path / "results").exists()
 
 
 def test_what_is_whole_is_not_run_again_and_what_is_torn_is(kept: Store) -> None:
