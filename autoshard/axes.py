@@ -369,14 +369,18 @@ class _Namer:
         self.order = list(seen)
 
     def _batch_factors(self) -> set[Factor]:
-        """Along which factors examples lie: each batch leaf's first that is data, not a loop."""
-        found: set[Factor] = set()
-        for leaf_dims in self.arguments[len(self.program.state) :]:
-            choices = [f for dim in leaf_dims for f in dim.leaves() if f.size > 1 and not f.is_loop]
-            data = [f for f in choices if f not in self.on_state]
-            if data or choices:
-                found.add((data or choices)[0])
-        return found
+        """Along which factors examples lie: each batch leaf's first that is data, not a loop.
+
+        Where the state holds the first of every leaf, it carries examples too. PRNG keys have none.
+        """
+        count = len(self.program.state)
+        every = [
+            [f for dim in dims for f in dim.leaves() if f.size > 1 and not f.is_loop]
+            for leaf, dims in zip(self.program.batch, self.arguments[count:], strict=True)
+            if not leaf.is_key
+        ]
+        data = [[f for f in held if f not in self.on_state] for held in every]
+        return {held[0] for held in (data if any(data) else every) if held}
 
     def _groups(self, batch: set[Factor]) -> list[list[Factor]]:
         """Axes that repeated structure makes alike, never two that one tensor holds."""

@@ -100,7 +100,7 @@ def _smallest(
     """The smallest peak under another knob value, by rung 1; None if it cannot be traced."""
     knobs = tuple(sorted({**dict(nearest.program.knobs), changed[0]: changed[1]}.items()))
     try:
-        program = trace(model_fn(**dict(knobs)), knobs)
+        program = trace(model_fn(**dict(knobs)), knobs, nearest.program.keeps_constraints)
         if program.batch != nearest.program.batch:
             return None
         subject = make_subject(program)

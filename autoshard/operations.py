@@ -249,20 +249,22 @@ class Operations:
 
     def _branches(self, op: stablehlo.Operation, first: int, trips: float) -> None:
         self.assumptions.append(f"the largest branch is taken at {_where(op)}")
-        starts = []
+        starts, tags = [], []
         for region in op.regions:
-            start = len(self.sizes)
+            start, known = len(self.sizes), len(self.trips)
             for block in region.blocks:
                 for argument in block.arguments:
                     self._new(argument, "", trips)
                 self._block(block, trips)
             starts.append((start, len(self.sizes)))
-        weights = [sum(self.own_flops[a:b]) for a, b in starts]
+            tags.append(list(self.trips)[known:])
+        weights = [sum(self.own_flops[v] * self.trip_of[v] for v in range(a, b)) for a, b in starts]
         keep = weights.index(max(weights)) if weights else 0
         for i, (a, b) in enumerate(starts):
             if i != keep:
                 for j in range(a, b):
                     self.trip_of[j] = 0.0
+                self.trips.update(dict.fromkeys(tags[i], 0.0))
 
     def _flops(self, op: stablehlo.Operation, index: int) -> float:
         name = op.name

@@ -182,7 +182,11 @@ def trace_function(
     """
 
     def flat_shapes(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), held_dtype(x.dtype)), tree)
+        def of(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = x.dtype if hasattr(x, "dtype") else jax.dtypes.result_type(x)
+            return jax.ShapeDtypeStruct(np.shape(x), held_dtype(dtype))
+
+        return jax.tree.map(of, tree)
 
     shapes = (flat_shapes(state), flat_shapes(batch))
     with _note("while tracing a function given to plan.jit"):

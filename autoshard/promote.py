@@ -76,7 +76,8 @@ def promote(
     members of one family differ.
 
     Args:
-      taken: those that have gone on already; they count against their families.
+      taken: those that have gone on already: none of them again, nor one that the model cannot tell
+        from one of them.
     """
     seen = {e.program for e in taken}
     families: dict[object, int] = {}

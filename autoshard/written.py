@@ -5,15 +5,17 @@ what the constraints imply.
 """
 
 import dataclasses
+from collections.abc import Sequence, Set
 
 import jax
 from jax.sharding import NamedSharding
 
 from autoshard.analysis import Analysis
 from autoshard.compat import flattening, jaxprs, partitioner, shardings, stablehlo
+from autoshard.compat.invariants import read_invariants
 from autoshard.kernels import read_kernels
 from autoshard.layout import MeshShape, Spec
-from autoshard.program import Program
+from autoshard.program import Leaf, Program
 from autoshard.specs import Specs
 
 
@@ -39,15 +41,14 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
     module = flattening.flatten(stablehlo.lower_abstract(closed, shapes, platform))
     stablehlo.tag(module)
     attributes = shardings.Attributes(module.context)
-    every_open: list[shardings.Dims] = [tuple(((), True) for _ in x.shape) for x in program.inputs]
-    out_open: list[shardings.Dims] = [tuple(((), True) for _ in x.shape) for x in program.outputs]
+    every_open, out_open = (
+        [_open(leaf) for leaf in leaves] for leaves in (program.inputs, program.outputs)
+    )
     judged = partitioner.judge(module, mesh, every_open, out_open, {}, {}, attributes)
     names = {name for name, _ in mesh}
     inputs: list[Spec] = []
     for leaf, dims in zip(program.inputs, judged.argument_dims, strict=True):
-        # A part of a mesh axis cannot be written as a PartitionSpec: that dimension stays whole.
-        spec = tuple(axes if set(axes) <= names else () for axes in dims)
-        inputs.append(spec if len(spec) == len(leaf.shape) else tuple(() for _ in leaf.shape))
+        inputs.append(_spec(leaf, dims, names))
     count = len(program.state)
     declared = _declared_by_init(program, mesh, platform)
     if declared is not None:
@@ -57,6 +58,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
         module=module,
         axes=dataclasses.replace(base.axes, sites={}),
         kernels=read_kernels(module, count, {}),
+        invariants=read_invariants(module),
         site_of_tag={},
     )
     specs = Specs(
@@ -85,8 +87,25 @@ def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[
     moved = jaxprs.on_mesh(closed, jaxprs.abstract_mesh(mesh))
     module = flattening.flatten(stablehlo.lower_abstract(moved, [], platform))
     stablehlo.tag(module)
-    out: list[shardings.Dims] = [tuple(((), True) for _ in x.shape) for x in program.state]
+    out = [_open(leaf) for leaf in program.state]
     judged = partitioner.judge(module, mesh, [], out, {}, {}, shardings.Attributes(module.context))
     return [
-        tuple(axes if set(axes) <= names else () for axes in dims) for dims in judged.result_dims
+        _spec(leaf, dims, names)
+        for leaf, dims in zip(program.state, judged.result_dims, strict=True)
     ]
+
+
+def _open(leaf: Leaf) -> shardings.Dims:
+    """Every dimension open; the words of a PRNG key are one more."""
+    return tuple(((), True) for _ in (*leaf.shape, *((),) * leaf.is_key))
+
+
+def _spec(leaf: Leaf, dims: Sequence[tuple[str, ...]], names: Set[str]) -> Spec:
+    """What the partitioner says of a leaf, without the words of a key.
+
+    A part of a mesh axis cannot be written as a PartitionSpec: that dimension stays whole.
+    """
+    rank = len(leaf.shape)
+    if len(dims) < rank:
+        return ((),) * rank
+    return tuple(axes if names >= set(axes) else () for axes in dims[:rank])

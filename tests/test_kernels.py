@@ -117,6 +117,26 @@ def test_the_largest_branch_counts_and_is_a_named_assumption() -> None:
     assert any("largest branch" in a for a in kernels.assumptions)
 
 
+def test_branches_that_are_not_taken_send_nothing_and_loops_in_them_count_every_turn() -> None:
+    def step(w, x):
+        def long() -> jax.Array:
+            return jax.lax.fori_loop(0, 50, lambda _, y: jnp.tanh(y @ w), x)
+
+        y = jax.lax.switch(jnp.int32(jnp.sum(x)) % 2, [lambda: x @ (w @ w @ w @ w), long])
+        return w, jnp.sum(y)
+
+    of = analyse(
+        Workload(step=step, init=lambda: jnp.zeros((8, 8)), batch=shaped(16, 8)),
+    )
+    kernels = of.analysis.kernels
+    assert contract_flops(kernels) == 50 * 2 * 16 * 8 * 8, "one turn is less than the other branch"
+    # Tensor parallel: each product of the other branch would be gathered or summed.
+    layout = baseline(of.space, "tensor parallel")
+    counts = [c.count for c in judge(of, layout).collectives]
+    assert counts and all(n in (1, 50) for n in counts), counts
+    assert counts.count(1) <= 3, "what the loop starts from, the loss, the weights"
+
+
 def test_elementwise_chains_are_not_written() -> None:
     def step(w, x):
         return w, jnp.sum(jnp.exp(x * 2.0 + 1.0) - x)

@@ -193,6 +193,15 @@ def test_evaluation_takes_host_batches_and_states(plan, unsharded):
     assert_close(run(unsharded[0][0], host), expected)
 
 
+def test_evaluation_takes_plain_numbers_beside_arrays(plan, unsharded):
+    run = plan.jit(lambda s, b: evaluate(s, b["batch"])["loss"] * b["scale"])
+    batch = workloads.batch_of(3)
+    expected = evaluate(unsharded[0][0], batch)["loss"]
+    for scale in (0.5, 2.0):
+        assert_close(run(plan.init(), {"batch": batch, "scale": scale}), expected * scale)
+    assert len(run._compiled) == 1
+
+
 @pytest.mark.parametrize("kind", ["tensor parallel", "data parallel", "FSDP"])
 def test_evaluation_is_divided_as_the_step_is(kind, monkeypatch):
     """Each device multiplies its part, and no weight is gathered that the step would not gather."""

@@ -1,15 +1,20 @@
 """The step as its author wrote it, as a baseline."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compat import jaxprs
+from autoshard.cost import CostModel
 from autoshard.program import trace
+from autoshard.rungs.propagate import Propagator
+from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from tests import programs
-from tests.analysed import analyse, subject
+from tests.analysed import CONSTANTS, analyse, baseline, subject
 from tests.programs import BATCH, EMBED, MLP, shaped
 
 
@@ -104,3 +109,48 @@ def test_constraints_on_two_meshes_are_no_baseline_and_no_obstacle() -> None:
         step=step, init=lambda: {"w": jnp.ones((EMBED, MLP))}, batch=shaped(BATCH, EMBED)
     )
     assert analyse(workload).space.written is None
+
+
+def test_loops_and_keys_in_a_step_as_written_are_judged() -> None:
+    """Its operations have numbers of their own: loops are not those of the search's step."""
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def pinned(x, *spec):  # type: ignore[no-untyped-def]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def step(state, x):  # type: ignore[no-untyped-def]
+        key, noise = jax.random.split(state["key"])
+
+        def loss(w):  # type: ignore[no-untyped-def]
+            x_ = pinned(x + jax.random.normal(noise, x.shape), "data", None)
+
+            def layer(h, w):  # type: ignore[no-untyped-def]
+                return pinned(jnp.tanh(h @ pinned(w, None, "model")), "data", None), None
+
+            h, _ = jax.lax.scan(layer, x_, w)
+            back, _ = jax.lax.scan(layer, h, w, reverse=True)
+            return jnp.mean((back - x_) ** 2)
+
+        slope = jax.grad(loss)(state["w"])
+        return {"key": key, "w": state["w"] - slope}, {"norm": jnp.sum(slope**2)}
+
+    of = analyse(
+        Workload(
+            step=step,
+            init=lambda: {"key": jax.random.key(0), "w": jnp.ones((4, EMBED, EMBED)) * 0.01},
+            batch=shaped(BATCH, EMBED),
+        )
+    )
+    assert of.space.written is not None
+    specs = dict(
+        zip(
+            (x.path for x in of.analysis.program.inputs), of.space.written.specs.inputs, strict=True
+        )
+    )
+    assert specs["state['key']"] == () and len(specs["state['w']"]) == 3
+    layout = baseline(of.space, "as written")
+    here = dataclasses.replace(CONSTANTS, moves_invariants=True)
+    propagator = Propagator(of.analysis_for(layout))
+    for constants in (CONSTANTS, here):
+        assert isinstance(propagator.judge(of.space, layout, CostModel(constants)), Estimate)
+    assert of.space.written.analysis.invariants != of.analysis.invariants

@@ -310,7 +310,7 @@ class _Reader:
                 depth=depth,
                 sum=sum,
                 gathered=gathered,
-                location=str(op.location)[:200],
+                location=str(op.location),
                 origin=origin_of(op.operands[0]),
             )
         )

@@ -164,7 +164,9 @@ class Propagator:
     ) -> tuple[list[Collective], list[_Received]]:
         """What is sent, and the buffers that receive it."""
         kernels = self._analysis.kernels
-        communication = in_place(judged.communication, constants, self._analysis.invariants)
+        # What branches send that are not taken does not count.
+        sent = [one for one in judged.communication if kernels.trips.get(one.block, 1.0)]
+        communication = in_place(sent, constants, self._analysis.invariants)
         collectives = []
         for one, (kind, axes, bytes_) in sent_in_step(communication, sizes, constants):
             collectives.append(

@@ -55,10 +55,9 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
     meshes = list(space.meshes)
     flat = meshes[0]
     add("replicated", space.layout(flat, {}, {}))
-    batch = [a.name for a in space.axes.axes if a.is_batch and not a.is_loop]
     for mesh in meshes:
         every = tuple(name for name, _ in mesh)
-        spread = dict.fromkeys(batch, every)
+        spread = dict.fromkeys(_batch_axes(space, count), every)
         add("data parallel", space.layout(mesh, spread, {}))
         shards = _storage(space, count, every)
         fsdp = space.layout(mesh, spread, shards)
@@ -73,7 +72,7 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         for cut in _tensor_axes(space, m):
             to = dict.fromkeys(cut, (model,))
             shards = dict.fromkeys(_storage(space, n, (data,), taken=cut), (data,))
-            compute = {**dict.fromkeys(batch, (data,)), **to}
+            compute = {**dict.fromkeys(_batch_axes(space, n), (data,)), **to}
             both = space.layout(mesh, compute, {**shards, **to})
             add("FSDP x TP", both)
             add_whole("FSDP x TP, gathered once", dataclasses.replace(both, whole=Whole.ONCE))
@@ -82,12 +81,23 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
     for mesh in [*meshes, *_two_axis_meshes(space, count)] if owners else ():
         every, (last, m) = tuple(name for name, _ in mesh), mesh[-1]
         to = {axis: (last,) for axis in owners if space.axes.axis(axis).size % m == 0}
-        compute = {**dict.fromkeys(batch, every), **to}
+        compute = {**dict.fromkeys(_batch_axes(space, count), every), **to}
         if to and len(mesh) <= 2:
             shards = _storage(space, count, every, taken=owners)
             add("FSDP x EP", space.layout(mesh, compute, {**shards, **to}))
             add("data x EP", space.layout(mesh, compute, to))
     return tuple(found)
+
+
+def _batch_axes(space: Space, ways: int) -> list[str]:
+    """The axes along which examples lie, without those of leaves that so many ways do not divide.
+
+    Positions and the like lie beside the examples. Where nothing divides, all are named: the space
+    then refuses the layout and can say why.
+    """
+    found = [a for a in space.axes.axes if a.is_batch and not a.is_loop]
+    divided = [a for a in found if any(size % ways == 0 for size in a.sizes)]
+    return [a.name for a in divided or found]
 
 
 def _owners(space: Space) -> list[str]:

@@ -1,9 +1,13 @@
 """Baselines: what people write by hand, found by structure."""
 
+import jax
+import jax.numpy as jnp
+
 from autoshard.layout import Layout
 from autoshard.strategy import baselines
-from tests.analysed import baseline, judge, subject
-from tests.programs import EMBED, HEADS, MLP
+from autoshard.workload import Workload
+from tests.analysed import analyse, baseline, judge, subject
+from tests.programs import EMBED, HEADS, MLP, shaped
 
 
 def test_a_gpt_has_all_of_them() -> None:
@@ -92,3 +96,31 @@ def test_the_step_as_written_is_a_baseline_where_it_has_constraints() -> None:
     assert found[0].name == "as written"
     assert found[0].candidate.layout == Layout(mesh=(("data", 4), ("model", 2)), as_written=True)
     assert "as written" not in {b.name for b in baselines(subject("scanned_gpt").space)}
+
+
+def test_what_lies_beside_the_examples_takes_no_baseline_away() -> None:
+    """A key, positions that 8 devices do not divide, and a weight for each class of the state."""
+
+    def loss(w, batch):  # type: ignore[no-untyped-def]
+        noise = jax.random.normal(batch["key"], (EMBED,))
+        x = batch["x"] + noise + jnp.sum(batch["positions"])
+        return jnp.mean(jax.nn.log_softmax(x @ w) * batch["class_weights"])
+
+    def step(w, batch):  # type: ignore[no-untyped-def]
+        value, slope = jax.value_and_grad(loss)(w, batch)
+        return w - slope, {"loss": value}
+
+    batch = {
+        "x": shaped(32, EMBED),
+        "key": jax.eval_shape(lambda: jax.random.key(0)),
+        "positions": shaped(197),
+        "class_weights": shaped(64),
+    }
+    of = analyse(Workload(step=step, init=lambda: jnp.ones((EMBED, 64)), batch=batch))
+    assert {a.size for a in of.space.axes.axes if a.is_batch} == {32, 197}
+    found = {b.name: b.candidate.layout for b in baselines(of.space)}
+    assert {"data parallel", "FSDP", "tensor parallel", "FSDP x TP", "data x TP"} <= set(found)
+    (examples,) = dict(found["data parallel"].compute)
+    assert of.space.axes.axis(examples).size == 32
+    for layout in found.values():
+        judge(of, layout)
