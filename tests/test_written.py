@@ -11,10 +11,11 @@ from autoshard.compat import jaxprs
 from autoshard.cost import CostModel
 from autoshard.program import trace
 from autoshard.rungs.propagate import Propagator
+from autoshard.strategy import baselines
 from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from tests import programs
-from tests.analysed import CONSTANTS, analyse, baseline, subject
+from tests.analysed import CONSTANTS, analyse, baseline, judge, subject
 from tests.programs import BATCH, EMBED, MLP, shaped
 
 
@@ -48,6 +49,19 @@ def test_the_search_s_own_step_has_none_of_them() -> None:
     kept = trace(programs.with_constraints(), (), True)
     assert "sharding_constraint" in names(kept.step)
     assert kept.pinned_mesh == (("data", 4), ("model", 2))
+
+
+def test_as_written_costs_what_the_same_layout_costs_by_rules() -> None:
+    """Constraints of one's own move and hold what they constrain: it is not for nothing."""
+    of = analyse(programs.with_constraints())
+    here = judge(of, baseline(of.space, "as written"))
+    twins = [
+        judge(of, b.candidate.layout)
+        for b in baselines(of.space)
+        if b.name == "data x TP" and sorted(n for _, n in b.candidate.layout.mesh) == [2, 4]
+    ]
+    figures = [(e.bytes_accessed, e.peak_memory_bytes, e.flops) for e in twins]
+    assert (here.bytes_accessed, here.peak_memory_bytes, here.flops) in figures
 
 
 def constrained_init(mesh: Mesh) -> Workload:

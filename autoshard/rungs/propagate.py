@@ -82,13 +82,14 @@ class Propagator:
                 first, count = kernels.tags.get(tag, (0, 0))
                 for k in range(count):
                     divided[first + k] = ways(shards[k], sizes)
-            for value, site in kernels.site_values:
-                placed = specs.sites.get(site)
-                parent = kernels.parents[value]
+            site_of = dict(kernels.site_values)
+            for value in np.flatnonzero(kernels.parents >= 0).tolist():
+                placed = specs.sites.get(site_of.get(value, -1))
                 if placed is not None and not any(placed.open):
                     divided[value] = ways((m for dim in placed.spec for m in dim), sizes)
-                else:
-                    divided[value] = divided[parent]
+                elif value in site_of or divided[value] == np.inf:
+                    # The partitioner keeps no constraint, the user's own neither.
+                    divided[value] = divided[kernels.parents[value]]
             contracted = {
                 kernels.tags[tag][0]: ways(axes, sizes)
                 for tag, axes in judged.contracted.items()
