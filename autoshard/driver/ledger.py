@@ -107,9 +107,13 @@ class Ledger:
         return self.subjects[row.subject]
 
     def late(self, share: float) -> bool:
-        """Whether that share of the budget's seconds is spent; the search then ends early."""
-        limit = self.budget.seconds
-        late = limit is not None and time.perf_counter() - self.start_s > share * limit
+        """Whether that share of the budget's seconds is spent; the search then ends early.
+
+        Shares are of what tracing and a calibration leave: those come before rung 1.
+        """
+        limit, traced_s = self.budget.seconds, self.elapsed_s.get("trace", 0.0)
+        since_s = time.perf_counter() - self.start_s - traced_s
+        late = limit is not None and since_s > share * max(0.0, limit - traced_s)
         if late:
             self.ended = "out of time"
         return late
