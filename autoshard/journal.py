@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 from autoshard.errors import JournalError
@@ -237,11 +237,23 @@ class Journal:
         self._write({"record": "started", "key": key, **note})
         self.sync()
 
-    def withdrawn(self, key: str) -> None:
-        """Records that work was left in good order: its start says nothing of what was begun."""
-        self._starts[key] = self._starts.get(key, 1) - 1
-        self._write({"record": "withdrawn", "key": key})
-        self.sync()
+    @contextlib.contextmanager
+    def attempted(self, notes: Mapping[str, dict[str, object]]) -> Iterator[None]:
+        """Inside, work under some keys is done that may take the process down.
+
+        What is left without an outcome is withdrawn: unless the process dies, it was left in good
+        order, and its start says nothing of what was begun.
+        """
+        for key, note in notes.items():
+            self.started(key, note)
+        try:
+            yield
+        finally:
+            for key in notes:
+                if self.attempts(key):
+                    self._starts[key] -= 1
+                    self._write({"record": "withdrawn", "key": key})
+            self.sync()
 
     def add(self, key: str, outcome: Outcome, note: dict[str, object], sync: bool = True) -> None:
         """Records an outcome. With `sync=False` it may be lost to a power cut until `sync()`."""

@@ -19,6 +19,9 @@ from autoshard.sites import Site
 from autoshard.specs import Specs
 from autoshard.target import Target
 
+NOT_LOWERED = (ValueError, TypeError, RuntimeError, NotImplementedError)
+"""What JAX raises of a program that it cannot lower for a platform."""
+
 
 def partition_spec(spec: Spec) -> PartitionSpec:
     """The canonical PartitionSpec: no trailing None, one axis as a plain name."""

@@ -298,8 +298,9 @@ class Plan:
             raise PlanError(f"the {word} has structure {got}, expected {treedef}")
         for x, leaf in zip(flat, leaves, strict=True):
             shape, dtype = np.shape(x), getattr(x, "dtype", None)
-            held = None if dtype is None else held_dtype(dtype)
-            if tuple(shape) != leaf.shape or held not in (None, leaf.dtype):
+            if dtype is not None and word == "batch":  # a state must not lose half of its bits
+                dtype = held_dtype(dtype)
+            if tuple(shape) != leaf.shape or dtype not in (None, leaf.dtype):
                 raise PlanError(
                     f"{leaf.path}: got {dtype}{list(shape)}, expected"
                     f" {leaf.dtype}{list(leaf.shape)}"

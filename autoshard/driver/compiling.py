@@ -122,16 +122,14 @@ class Compiling:
             if isinstance(module, Failure):
                 self._record(row, key, module)
                 continue
-            ledger.journal.started(key, ledger.note("compile", row))
+            note = ledger.note("compile", row)
             if self._executor is None:
                 # Live accelerators: this process holds them, so it compiles.
-                try:
+                with ledger.journal.attempted({key: note}):
                     result = compile_on(module, ledger.target.placed(module.mesh))
-                except KeyboardInterrupt:
-                    ledger.journal.withdrawn(key)
-                    raise
-                self._record(row, key, self._priced(row, module, result))
+                    self._record(row, key, self._priced(row, module, result))
                 continue
+            ledger.journal.started(key, note)
             request = request_for(
                 module,
                 ledger.target,

@@ -12,7 +12,7 @@ from autoshard.compat.versions import versions
 from autoshard.cost import MODEL_REVISION, Constants, Correction, CostModel
 from autoshard.journal import Journal, key_of
 from autoshard.layout import Candidate, Layout
-from autoshard.lowering import lower_step
+from autoshard.lowering import NOT_LOWERED, lower_step
 from autoshard.module import Module
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import WorkerSettings
@@ -179,7 +179,7 @@ class Ledger:
             try:
                 analysis = subject.analysis_for(row.candidate.layout)
                 row.module = lower_step(analysis, self.specs_of(row), self.target)
-            except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            except NOT_LOWERED as error:
                 return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
         return row.module
 

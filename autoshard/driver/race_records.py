@@ -1,8 +1,8 @@
 """What the journal is told of one race: what began, failed, was left, and was measured."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.rungs.profile import Judged
@@ -37,16 +37,9 @@ class RaceRecords:
         for name in names:
             self._ledger.journal.started(self._keys[name], self._note(name))
 
-    @contextlib.contextmanager
-    def touching(self, names: Sequence[str]) -> Iterator[None]:
-        """They run inside; whatever leaves it, unless the process dies, left in good order."""
-        self.started(names)
-        try:
-            yield
-        finally:
-            for name in names:
-                if self._ledger.journal.attempts(self._keys[name]):  # no outcome ended it
-                    self._ledger.journal.withdrawn(self._keys[name])
+    def touching(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """They run inside."""
+        return self._ledger.journal.attempted({self._keys[n]: self._note(n) for n in names})
 
     def died_twice(self, name: str) -> bool:
         """Whether the process died in the midst of it twice: it is a crash then, and recorded."""

@@ -66,7 +66,7 @@ def test_what_is_interrupted_in_good_order_never_counts_as_a_crash(search, tmp_p
 def test_who_takes_the_process_down_twice_is_known_and_nobody_else(search, tmp_path, monkeypatch):
     """The process cannot die in a test: its journal is left as it would be."""
     journal = tmp_path / "journal.jsonl"
-    numerics, withdrawn = Bench.numerics, Journal.withdrawn
+    numerics, write = Bench.numerics, Journal._write
     for _ in range(2):
         touched = []
 
@@ -76,13 +76,13 @@ def test_who_takes_the_process_down_twice_is_known_and_nobody_else(search, tmp_p
                 raise SystemExit
             return numerics(bench, name, reference)
 
-        def kept(log, key, touched=touched):
+        def kept(log, record, touched=touched):
             if len(touched) < 2:
-                withdrawn(log, key)
+                write(log, record)
 
         with monkeypatch.context() as patched:
             patched.setattr(Bench, "numerics", dies)
-            patched.setattr(Journal, "withdrawn", kept)
+            patched.setattr(Journal, "_write", kept)
             with pytest.raises(SystemExit):
                 search(journal=journal)
     outcomes = [t.profiled for t in search(journal=journal).evidence.trials if t.profiled]
