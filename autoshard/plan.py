@@ -300,7 +300,8 @@ class Plan:
             shape, dtype = np.shape(x), getattr(x, "dtype", None)
             if dtype is not None and word == "batch":  # a state must not lose half of its bits
                 dtype = held_dtype(dtype)
-            if tuple(shape) != leaf.shape or dtype not in (None, leaf.dtype):
+            # Not `in (None, ...)`: NumPy says that float64 equals None.
+            if tuple(shape) != leaf.shape or (dtype is not None and dtype != leaf.dtype):
                 raise PlanError(
                     f"{leaf.path}: got {dtype}{list(shape)}, expected"
                     f" {leaf.dtype}{list(leaf.shape)}"

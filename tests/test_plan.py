@@ -154,6 +154,9 @@ def test_place_names_the_leaf_that_does_not_fit(plan, unsharded):
     wrong = {**state, "params": {**state["params"], "w1": jnp.zeros((64, 64))}}
     with pytest.raises(PlanError, match=r"state\['params'\]\['w1'\]: got float32\[64, 64\], exp"):
         plan.place(wrong)
+    double = np.zeros(state["params"]["w1"].shape)  # jit would drop half of its bits
+    with pytest.raises(PlanError, match=r"\['w1'\]: got float64\[\d+, \d+\], expected float32"):
+        plan.place({**state, "params": {**state["params"], "w1": double}})
     with pytest.raises(PlanError, match="the state has structure"):
         plan.place({k: v for k, v in state.items() if k != "count"})
 
