@@ -57,7 +57,7 @@ class Axes:
       sites: the same for each site that survives lowering; sites left out are open.
       chains: (axis, ...) pairs of one matrix product's output axis that the next one contracts:
         sharding such an axis keeps both products local up to one all-reduce.
-      twice: (group, axis) of tensors that hold an axis twice.
+      twice: the axes that some tensor holds twice.
       opaque: operations the partitioner has no rule for; they count as replicated.
     """
 
@@ -66,7 +66,7 @@ class Axes:
     outputs: tuple[Dimensions, ...]
     sites: dict[int, Dimensions]
     chains: tuple[str, ...]
-    twice: tuple[tuple[str, str], ...]
+    twice: tuple[str, ...]
     opaque: tuple[str, ...]
 
     def axis(self, name: str) -> LogicalAxis:
@@ -336,7 +336,7 @@ class _Namer:
                     and not f.is_loop
                 )
             ),
-            twice=tuple((axis, axis) for axis in twice),
+            twice=tuple(twice),
             opaque=tuple(dict.fromkeys(self.ties.opaque)),
         )
 

@@ -75,10 +75,9 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
                     yield make(layout.mesh, freed, storage if axis.is_data else both, occurrences)
             if to != kept and not axis.is_data:
                 yield make(layout.mesh, compute, {**storage, a: to}, occurrences)
-    for group, axis_name in space.axes.twice:
-        if axis_name in compute or axis_name in storage:
-            flipped = {**occurrences, group: 1 - occurrences.get(group, 0)}
-            yield make(layout.mesh, compute, storage, flipped)
+    for a in space.held_twice({*compute, *storage}):
+        flipped = {**occurrences, a: 1 - occurrences.get(a, 0)}
+        yield make(layout.mesh, compute, storage, flipped)
 
 
 def _swapped(space: Space, layout: Layout) -> Iterator[Layout]:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from autoshard.axes import Axes, Dimensions, LogicalAxis
 from autoshard.errors import LayoutError
@@ -113,7 +113,12 @@ class Space:
         fixed = {m for _, to in self.pinned for m in to}
         fixed |= {m for _, spec in self.fixed_leaves for dim in spec for m in dim}
         fixed |= self._taken_in_part(layout)
-        layout = dataclasses.replace(layout, whole=self._least_whole(layout))
+        ruled = {axis for axis, _ in (*layout.compute, *layout.storage)}
+        layout = dataclasses.replace(
+            layout,
+            occurrences=tuple((a, o) for a, o in layout.occurrences if a in ruled),
+            whole=self._least_whole(layout),
+        )
         found = layout.canonical(frozenset(fixed))
         only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
         if only is None or layout.as_written:
@@ -292,14 +297,20 @@ class Space:
                     found.append(to)
         return found
 
+    def held_twice(self, ruled: Collection[str]) -> list[str]:
+        """Of the axes that have rules those of which one of two occurrences is to be chosen."""
+        return [axis for axis in self.axes.twice if axis in ruled]
+
     def size(self) -> int:
         """How many layouts `enumerate` would go through (before equal ones are told)."""
         total = 0
+        pinned = {axis for axis, _ in self.pinned}
         for mesh in self.meshes:
-            one = 1
+            one: int = 2 ** len(self.held_twice(pinned))
             for axis in self.shardable():
                 n = len(self.options(axis, mesh))
-                one *= n if axis.is_data else n * n
+                rules_of = n if axis.is_data else n * n
+                one *= 2 * rules_of - 1 if axis.name in self.axes.twice else rules_of
             total += one
         return total * (1 + sum(bool(held) for held in self._held.values()))
 
@@ -317,13 +328,20 @@ class Space:
                 compute = {a.name: c for a, (c, _) in zip(axes, picked, strict=True)}
                 pairs = zip(axes, picked, strict=True)
                 storage = {a.name: s for a, (_, s) in pairs if not a.is_data}
-                for whole in Whole:
-                    layout = self.layout(mesh, compute, storage, whole=whole)
+                twice = self.held_twice(self._ruled(compute, storage))
+                flips = itertools.product((0, 1), repeat=len(twice))
+                for flipped, whole in itertools.product(flips, Whole):
+                    occurrences = dict(zip(twice, flipped, strict=True))
+                    layout = self.layout(mesh, compute, storage, occurrences, whole)
                     if layout not in seen:
                         seen.add(layout)
                         candidate = self.candidate(layout)
                         if self.contains(candidate) is None:
                             yield candidate
+
+    def _ruled(self, *tables: Mapping[str, tuple[str, ...]]) -> set[str]:
+        """The axes with rules, where the tables leave out those that the user fixed."""
+        return {a for table in tables for a, to in table.items() if to} | dict(self.pinned).keys()
 
     def sample(self, rng: random.Random, tries: int = 100) -> Candidate | None:
         """A random candidate, None if none of `tries` draws belongs to the space."""
@@ -337,7 +355,10 @@ class Space:
                 compute[axis.name] = to
                 if not axis.is_data:
                     storage[axis.name] = to if rng.random() < 0.6 else rng.choice(options)
-            layout = self.layout(mesh, compute, storage, whole=rng.choice(list(Whole)))
+            whole = rng.choice(list(Whole))
+            twice = self.held_twice(self._ruled(compute, storage))
+            occurrences = {axis: rng.randrange(2) for axis in twice}
+            layout = self.layout(mesh, compute, storage, occurrences, whole)
             candidate = self.candidate(layout)
             if self.contains(candidate) is None:
                 return candidate

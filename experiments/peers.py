@@ -1,8 +1,8 @@
 """Search baselines: strategies that know nothing of layouts, over the same space.
 
 The space as a table of categorical parameters: a mesh shape, for every logical axis the mesh axes
-of its compute rule and of its storage rule, and whether small arrays stay whole. What the space
-does not contain is drawn again and not counted.
+of its compute rule and of its storage rule, which of two occurrences of an axis is divided, and how
+far arrays stay whole. What the space does not contain is drawn again and not counted.
 """
 
 import random
@@ -50,7 +50,11 @@ def draw(space: Space, choose: Choose) -> Candidate:
         if not axis.is_data:
             storage[axis.name] = options[choose(f"storage {where}", tuple(options))]
     whole = Whole(choose("whole", tuple(Whole)))
-    return space.candidate(space.layout(mesh, compute, storage, whole=whole))
+    ruled = {axis for axis, to in (*compute.items(), *storage.items()) if to}
+    occurrences = {
+        axis: int(choose(f"occurrence {axis}", ("0", "1"))) for axis in space.held_twice(ruled)
+    }
+    return space.candidate(space.layout(mesh, compute, storage, occurrences, whole))
 
 
 def _written(names: tuple[str, ...]) -> str:
@@ -135,6 +139,8 @@ def parameters(space: Space, layout: Layout) -> tuple[Values, dict[str, BaseDist
             wanted = _written(tuple(f"{n}={s}" for n, s in layout.mesh))
         elif kind == "whole":
             wanted = layout.whole
+        elif kind == "occurrence":
+            wanted = str(dict(layout.occurrences).get(rest, 0))
         else:
             axis = rest.rpartition(" on ")[0]
             wanted = _written((compute if kind == "compute" else storage).get(axis, ()))

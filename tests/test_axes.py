@@ -147,13 +147,13 @@ def test_a_recurrent_weight_holds_one_axis_twice() -> None:
     axes = axes_of("rnn")
     hidden = axis_at("rnn", "state['recurrent']", 0).name
     assert axis_at("rnn", "state['recurrent']", 1).name == hidden
-    assert hidden in [axis for _, axis in axes.twice]
+    assert hidden in axes.twice
     assert axis_at("rnn", "batch[0]", 1).is_loop  # time
 
 
 def test_attention_scores_hold_the_sequence_twice() -> None:
     sequence = axis_at("scanned_gpt", "batch", 1).name
-    assert [axis for _, axis in axes_of("scanned_gpt").twice] == [sequence]
+    assert axes_of("scanned_gpt").twice == (sequence,)
 
 
 def test_tied_embedding_has_one_vocabulary() -> None:

@@ -77,8 +77,9 @@ def test_enumeration_gives_members_only_each_once(name: str) -> None:
     assert all(space.contains(c) is None for c in found[:100])
 
 
-def test_a_small_space_is_enumerated_whole() -> None:
-    one_mesh = dataclasses.replace(subject("custom_derivatives").space, meshes=((("x", 8),),))
+@pytest.mark.parametrize("name", ["custom_derivatives", "rnn"])  # an axis held twice: rnn
+def test_a_small_space_is_enumerated_whole(name: str) -> None:
+    one_mesh = dataclasses.replace(subject(name).space, meshes=((("x", 8),),))
     every = set(one_mesh.enumerate())
     # batch: in or out; embed and mlp: in or out for compute and storage, not both at once where
     # one tensor holds both; what the rules say twice is one candidate.
@@ -88,6 +89,9 @@ def test_a_small_space_is_enumerated_whole() -> None:
     assert drawn <= every
     near = {n for c in drawn for n in neighbours(one_mesh, c) if len(n.layout.mesh) == 1}
     assert near <= every
+    assert {o for c in drawn for o in c.layout.occurrences} == {
+        (axis, 1) for axis in one_mesh.axes.twice
+    }
 
 
 def test_the_baselines_are_in_the_space() -> None:

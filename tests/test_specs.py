@@ -170,11 +170,11 @@ def test_an_accumulated_batch_is_fed_in_whole_pieces() -> None:
 
 @pytest.mark.parametrize("occurrence", [0, 1])
 def test_which_occurrence_of_an_axis_held_twice_is_sharded(occurrence: int) -> None:
-    ((group, axis),) = subject("rnn").analysis.axes.twice
+    (axis,) = subject("rnn").analysis.axes.twice
     layout = Layout(
         mesh=(("x", 8),),
         storage=rules({axis: "x"}),
-        occurrences=((group, occurrence),) if occurrence else (),
+        occurrences=((axis, occurrence),) if occurrence else (),
     )
     spec = spec_of("rnn", apply("rnn", layout), "state['recurrent']")
     assert spec == ((("x",), ()) if occurrence == 0 else ((), ("x",)))

@@ -14,7 +14,7 @@ peers = pytest.importorskip("experiments.peers")
 ROOM = 2**40
 
 
-@pytest.mark.parametrize("name", ["scanned_mlp", "gradient_accumulation"])
+@pytest.mark.parametrize("name", ["scanned_mlp", "gradient_accumulation", "rnn"])
 def test_a_layout_and_its_parameters_are_one(name):
     space = subject(name).space
     rng = random.Random(0)
@@ -22,6 +22,8 @@ def test_a_layout_and_its_parameters_are_one(name):
     members = [c.layout for c in drawn if space.contains(c) is None]
     members += [b.candidate.layout for b in baselines(space)]
     known = [(layout, peers.parameters(space, layout)) for layout in members]
+    flipped = [values for layout, values in known if layout.occurrences]
+    assert any(flipped) == bool(space.axes.twice)
     assert sum(values is not None for _, values in known) > len(known) // 2
     for layout, found in known:
         if found is None:
