@@ -53,7 +53,7 @@ def analyse(program: Program, platform: str) -> Analysis:
         program=program,
         sites=sites,
         axes=find_axes(program, module, sites.sites),
-        kernels=read_kernels(module, returned, site_of_tag),
+        kernels=read_kernels(module, returned, site_of_tag, platform),
         module=module,
         invariants=read_invariants(module),
         site_of_tag=site_of_tag,

@@ -210,7 +210,7 @@ class _Ties:
                     self.pair(parts[0], dim, major)
                 elif factors_.size_of(parts) == dim.size:
                     factors_.tie([dim], parts)
-        if op.name == "stablehlo.dot_general" or op.name == "stablehlo.convolution":
+        if op.name in stablehlo.PRODUCTS:
             kept = {i for dim in rule.results[0] for i in dim}
             left = {i for dim in rule.operands[0] for i in dim}
             right = {i for dim in rule.operands[1] for i in dim}

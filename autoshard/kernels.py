@@ -81,16 +81,17 @@ class KernelTable:
 
 
 def read_kernels(
-    module: stablehlo.Operation, state_count: int, site_of_tag: dict[int, int]
+    module: stablehlo.Operation, state_count: int, site_of_tag: dict[int, int], platform: str
 ) -> KernelTable:
     """Reads the kernels of a flattened module whose operations carry tags (`stablehlo.tag`).
 
     Args:
       site_of_tag: which site a tagged constraint operation is.
+      platform: that it was lowered for.
     """
     with module.context:
         main = stablehlo.main_function(module).regions[0].blocks[0]
-        ops = Operations(main, site_of_tag)
+        ops = Operations(main, site_of_tag, platform)
     return _table(ops, state_count)
 
 

@@ -8,6 +8,7 @@ import math
 
 from autoshard.buffers import Loop
 from autoshard.compat import stablehlo
+from autoshard.compat.ragged import ragged_flops
 from autoshard.precision import multiplied_as
 from autoshard.transposes import transposed_operands
 from autoshard.trips import trip_count
@@ -49,7 +50,7 @@ HEAVY = frozenset(
         "reduce",
         "rng",
     ]
-) | {"chlo.top_k"}
+) | {"chlo.top_k", stablehlo.RAGGED_DOT}
 RENAMES = frozenset(
     {"sdy.sharding_constraint", "stablehlo.reshape", "stablehlo.optimization_barrier"}
 )
@@ -63,6 +64,7 @@ class Operations:
     Args:
       main: the block of the flattened main function, its operations tagged.
       site_of_tag: which site a tagged constraint operation is.
+      platform: that the module was lowered for.
 
     Attributes:
       sizes, elements: bytes and elements of each value on one device if nothing is sharded.
@@ -87,7 +89,7 @@ class Operations:
       assumptions: what the module did not say.
     """
 
-    def __init__(self, main: stablehlo.Block, site_of_tag: dict[int, int]):
+    def __init__(self, main: stablehlo.Block, site_of_tag: dict[int, int], platform: str):
         self.sizes: list[float] = []
         self.elements: list[float] = []
         self._dimensions: list[int] = []
@@ -110,6 +112,7 @@ class Operations:
         self.length = 0
         self.assumptions: list[str] = []
         self._site_of_tag = site_of_tag
+        self._platform = platform
         self._number: dict[stablehlo.Value, int] = {}
         self._constants: dict[stablehlo.Value, str] = {}
         self.arguments = [self._new(value, "", 1.0) for value in main.arguments]
@@ -182,7 +185,7 @@ class Operations:
             barrier = name == "stablehlo.optimization_barrier"
             self.operands[index] = [operands[k]] if barrier else operands
             self.own_flops[index] = self._flops(op, index)
-            if name in ("stablehlo.dot_general", "stablehlo.convolution"):
+            if name in stablehlo.PRODUCTS:
                 self.contracting[tag] = tuple(operands)
                 dtype = stablehlo.dtype_of(op.operands[0])
                 self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
@@ -273,6 +276,8 @@ class Operations:
             left = stablehlo.shape_of(op.operands[0])
             (_, contracted), _ = stablehlo.product_dimensions(op)
             return 2.0 * out * math.prod(left[d] for d in contracted)
+        if name == stablehlo.RAGGED_DOT:
+            return ragged_flops(op, self._platform)
         if name == "stablehlo.convolution":
             kernel = stablehlo.shape_of(op.operands[1])
             text = str(op.attributes["dimension_numbers"])

@@ -57,7 +57,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
         base,
         module=module,
         axes=dataclasses.replace(base.axes, sites={}),
-        kernels=read_kernels(module, count, {}),
+        kernels=read_kernels(module, count, {}, platform),
         invariants=read_invariants(module),
         site_of_tag={},
     )

@@ -1,9 +1,14 @@
 """How each operation shards: Shardy's factor mappings, and those that it lacks."""
 
+from collections.abc import Sequence
+
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
+from autoshard.compat.ragged import factors_of_ragged
+from autoshard.compat.shardings import Attributes
 from autoshard.compat.stablehlo import (
+    RAGGED_DOT,
     Attribute,
     Operation,
     main_function,
@@ -18,41 +23,72 @@ _RULES = (
 
 
 def give_rules(module: Operation) -> None:
-    """Tells Shardy how CHLO operations (erf, square, top_k ...) shard: it knows StableHLO's only.
+    """Tells Shardy how CHLO operations (erf, top_k, ragged_dot) shard: it knows StableHLO's only.
 
     The compilers expand CHLO before they partition; no pass that does is in jaxlib (0.10, 0.12).
     """
     for op in walk(main_function(module).regions[0].blocks[0]):
-        if not op.name.startswith("chlo."):
+        if not is_given(op.name):
             continue
         shapes = [shape_of(v) for v in (*op.operands, *op.results)]
-        rank = len(shapes[0])
-        sizes = list(shapes[0])
-        names = _SYMBOLS[:rank]
-        alone = ""
-        if op.name == "chlo.top_k":  # (values, indices): the last dimension is taken whole
-            last = _SYMBOLS[rank]
-            within, outside = names, [*names[:-1], last]
-            names, sizes = [*names, last], [*sizes, shapes[-1][-1]]
-            alone = f" need_replication={{{within[-1]}, {last}}}"
+        dims = list(range(len(shapes[0])))
+        rule: str | None = None
+        if op.name == RAGGED_DOT:
+            found = factors_of_ragged(op)
+            rule = _rule(found.sizes, found.operands, [found.result], found.summed, found.whole)
+        elif op.name == "chlo.top_k":  # (values, indices): the last dimension is taken whole
+            best = len(dims)
+            outside = [*dims[:-1], best]
+            sizes = [*shapes[0], shapes[-1][-1]]
+            rule = _rule(sizes, [dims], [outside] * 2, whole=[dims[-1], best])
         elif all(shape == shapes[0] for shape in shapes):
-            within = outside = names
-        else:
-            continue
-        ins = ", ".join(_mapping(within) for _ in op.operands)
-        outs = ", ".join(_mapping(outside) for _ in op.results)
-        table = ", ".join(f"{n}={size}" for n, size in zip(names, sizes, strict=True))
-        op.attributes["sdy.sharding_rule"] = ir.Attribute.parse(
-            f"#sdy.op_sharding_rule<({ins})->({outs}) {{{table}}}{alone}, custom>"
-        )
+            rule = _rule(shapes[0], [dims] * len(op.operands), [dims] * len(op.results))
+        if rule is not None:
+            op.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
+
+
+def bind_rules(main: Operation, attributes: Attributes) -> None:
+    """Has Shardy reshard what does not follow a rule of `give_rules`, as it does for its own.
+
+    It spares operations whose rule is the user's own; that is what keeps the rule until then.
+
+    Args:
+      main: after propagation, before reshards become explicit.
+    """
+    for op in walk(main.regions[0].blocks[0]):
+        if is_given(op.name) and "sdy.sharding_rule" in op.attributes:
+            rule = str(op.attributes["sdy.sharding_rule"])
+            op.attributes["sdy.sharding_rule"] = attributes(rule.replace(", custom>", ">"))
+
+
+def is_given(name: str) -> bool:
+    """Whether `give_rules` speaks of operations of a name."""
+    return name.startswith("chlo.")
 
 
 _SYMBOLS = [*"ijklmnopqrstuvwxyz", *(f"z_{i + 1}" for i in range(16))]
 """Shardy's names of factors, in its order."""
 
 
-def _mapping(names: list[str]) -> str:
-    return f"[{', '.join(names)}]"
+def _rule(
+    sizes: Sequence[int],
+    operands: Sequence[Sequence[int]],
+    results: Sequence[Sequence[int]],
+    summed: Sequence[int] = (),
+    whole: Sequence[int] = (),
+) -> str:
+    """A rule as Shardy writes it, of the factors that each dimension is."""
+    ins, outs = (
+        ", ".join(f"[{', '.join(_SYMBOLS[i] for i in dims)}]" for dims in values)
+        for values in (operands, results)
+    )
+    table = ", ".join(f"{_SYMBOLS[i]}={size}" for i, size in enumerate(sizes))
+    named = "".join(
+        f" {word}={{{', '.join(_SYMBOLS[i] for i in factors)}}}"
+        for word, factors in (("reduction", summed), ("need_replication", whole))
+        if factors
+    )
+    return f"#sdy.op_sharding_rule<({ins})->({outs}) {{{table}}}{named}, custom>"
 
 
 def with_rules(operation: Operation) -> Operation:

@@ -12,6 +12,7 @@ from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.reshards import Division, division
 from autoshard.compat.shardings import parse_sharding
 from autoshard.compat.stablehlo import (
+    PRODUCTS,
     TAG,
     Attribute,
     Block,
@@ -26,8 +27,7 @@ _NOWHERE: frozenset[str] = frozenset()
 _CONSTANTS = frozenset({"sdy.constant", "stablehlo.constant"})
 _AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')
 _DIMENSION = re.compile(r"\{([^{}]*)\}")
-_PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
-_CONTRACTING = _PRODUCTS | {"stablehlo.reduce"}
+_CONTRACTING = PRODUCTS | {"stablehlo.reduce"}
 
 
 class Sum(NamedTuple):
@@ -354,7 +354,7 @@ def _sum(op: Operation, axes: tuple[str, ...]) -> Sum:
     summed: tuple[tuple[str, ...], ...] = (axes,)
     product = False
     if not isinstance(maker, ir.Block):
-        product = maker.name in _PRODUCTS
+        product = maker.name in PRODUCTS
         if len(axes) > 1:
             over = (_within(division(operand), axes) for operand in maker.operands)
             summed = next((o for o in over if sum(map(len, o)) == len(axes)), summed)

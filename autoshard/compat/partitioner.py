@@ -1,7 +1,8 @@
 """The Shardy partitioner in process: one layout put into a module, and what came of it."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from autoshard.compat.factor_rules import bind_rules, is_given
 from autoshard.compat.judged import Judged, read
 from autoshard.compat.lookups import LOOKUPS, keep_tables
 from autoshard.compat.products import keep_sums
@@ -23,17 +24,20 @@ _RESHARD = (
 
 
 def propagate(
-    module: Operation, sizes: dict[str, int], attributes: Attributes, looks_up: bool
+    module: Operation, sizes: dict[str, int], attributes: Attributes, names: Set[str]
 ) -> None:
     """Runs the partitioner in place, up to explicit collectives.
 
     Args:
-      looks_up: whether the module has any of `LOOKUPS`.
+      names: of the operations that the module has.
     """
     run_passes(module, _PROPAGATE)
-    if looks_up:
-        keep_tables(main_function(module), sizes, attributes)
-    keep_sums(main_function(module), attributes)
+    main = main_function(module)
+    if names & LOOKUPS:
+        keep_tables(main, sizes, attributes)
+    keep_sums(main, attributes)
+    if any(is_given(name) for name in names):
+        bind_rules(main, attributes)
     run_passes(module, _RESHARD)
 
 
@@ -59,14 +63,14 @@ def judge(
         main = main_function(copy)
         main.attributes["arg_attrs"] = attributes(_attribute_list(inputs))
         main.attributes["res_attrs"] = attributes(_attribute_list(outputs))
-        looks_up = False
+        names: set[str] = set()
         for op in walk(main.regions[0].blocks[0]):
-            looks_up = looks_up or op.name in LOOKUPS
+            names.add(op.name)
             if op.name == "sdy.sharding_constraint":
                 dims = sites.get(site_of_tag.get(op.attributes[TAG].value, -1))
                 if dims is not None:
                     op.attributes["sharding"] = attributes(sharding_text(dims))
-        propagate(copy, sizes, attributes, looks_up)
+        propagate(copy, sizes, attributes, names)
         return read(main_function(copy), sizes, chains)
 
 

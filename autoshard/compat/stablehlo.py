@@ -23,6 +23,10 @@ Attribute: TypeAlias = Any
 MESH_NAME = "mesh"
 """Every module here names one mesh, so."""
 
+RAGGED_DOT = "chlo.ragged_dot"
+PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution", RAGGED_DOT})
+"""Operations that multiply and sum."""
+
 _PRECISION = re.compile(r"precision (\w+)")
 _ALGORITHM = re.compile(
     r"lhs_precision_type = (\w+), rhs_precision_type = (\w+), accumulation_type = (\w+),"

@@ -113,6 +113,26 @@ def test_chlo_operations_have_rules(function) -> None:  # type: ignore[no-untype
                 assert rule.operands[0][1] != rule.results[0][1] == rule.results[1][1]
 
 
+@pytest.mark.parametrize(
+    ("function", "given", "wanted", "sends"),
+    [
+        (jax.lax.erf, ("x", ""), ("", "x"), {"all_to_all"}),
+        (jax.lax.erf, ("x", ""), ("x", ""), set()),
+        (lambda x: jax.lax.top_k(x, 2)[0], ("", "x"), ("", ""), {"all_gather"}),
+    ],
+    ids=["erf that moves", "erf in place", "top_k of what is divided"],
+)
+def test_chlo_operations_are_resharded_as_others(function, given, wanted, sends) -> None:  # type: ignore[no-untyped-def]
+    module = lowered(function, X)
+    stablehlo.tag(module)
+    inputs, outputs = (
+        [tuple(((axis,) if axis else (), False) for axis in dims)] for dims in (given, wanted)
+    )
+    attributes = shardings.Attributes(module.context)
+    judged = partitioner.judge(module, [("x", 8)], inputs, outputs, {}, {}, attributes)
+    assert {c.kind for c in judged.communication} == sends
+
+
 def tags(module: stablehlo.Operation) -> dict[int, str]:
     return {
         o.attributes[stablehlo.TAG].value: o.name
@@ -127,7 +147,7 @@ def test_tags_survive_propagation() -> None:
     assert sorted(before) == list(range(len(before)))
     copy = module.clone()
     with module.context:
-        partitioner.propagate(copy, {}, shardings.Attributes(module.context), looks_up=True)
+        partitioner.propagate(copy, {}, shardings.Attributes(module.context), set(before.values()))
     after = tags(copy)
     lost = {before[t] for t in before.keys() - after.keys()}
     # Constraints have done their work; constant expressions are copied to each use.
