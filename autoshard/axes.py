@@ -180,7 +180,7 @@ class _Ties:
             for operand, result in zip(op.operands, op.results, strict=True):
                 if operand.type == result.type:
                     self.same(operand, result)
-        elif len(op.operands) and len(op.results):
+        elif len(op.operands) and len(op.results) and name != stablehlo.MANUAL:
             self.opaque.append(f"{name} at {str(op.location)[:80]}")
         if in_loop and name in ("stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"):
             whole = self.of(op.operands[0])

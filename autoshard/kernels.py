@@ -13,7 +13,13 @@ import numpy as np
 from autoshard.buffers import Values, assign
 from autoshard.compat import stablehlo
 from autoshard.fusion import Fusion, Transposed
-from autoshard.operations import HEAVY, UPDATE, Operations
+from autoshard.operations import HEAVY, UPDATE, Operations, OwnSend
+
+_NO_KERNELS = {"", "stablehlo.while", "stablehlo.case", stablehlo.MANUAL, *stablehlo.SENDS}
+_PASSES_ON = {
+    *("stablehlo.while", "stablehlo.optimization_barrier", stablehlo.MANUAL),
+    *stablehlo.SENDS,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,7 @@ class KernelTable:
       ends: tag of a loop -> position of the last operation of its body.
       trips: tag -> executions of its operation in a step.
       operands: tags of products and convolutions with the values they take.
+      sent: what the user's own manual regions send.
       assumptions: what the module did not say.
     """
 
@@ -72,6 +79,7 @@ class KernelTable:
     length: int
     trips: dict[int, float]
     operands: dict[int, tuple[int, ...]]
+    sent: tuple[OwnSend, ...]
     assumptions: tuple[str, ...]
 
     @property
@@ -112,9 +120,9 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
     transposed: list[Transposed] = []
     touches: list[list[int]] = [[] for _ in range(n)]
     for v in range(n):
-        if not written[v] or ops.op_of[v] in ("", "stablehlo.while", "stablehlo.case"):
+        if not written[v] or ops.op_of[v] in _NO_KERNELS:
             for i in ops.operands[v]:
-                if ops.op_of[v] in ("stablehlo.while", "stablehlo.optimization_barrier"):
+                if ops.op_of[v] in _PASSES_ON:
                     _touch(ops, touches, written, i, ops.position_of[v])
             continue
         reads, flops, turned = fusion.kernel(v)
@@ -188,6 +196,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         length=ops.length + 2,
         trips=ops.trips,
         operands=ops.contracting,
+        sent=tuple(ops.sent),
         assumptions=tuple(dict.fromkeys(ops.assumptions)),
     )
 

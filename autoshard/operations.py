@@ -5,6 +5,7 @@ here only which branch runs (the largest) and which constants a loop makes itsel
 """
 
 import math
+from typing import NamedTuple
 
 from autoshard.buffers import Loop
 from autoshard.compat import stablehlo
@@ -26,36 +27,65 @@ FREE = frozenset(
         "stablehlo.create_token",
     }
 )
-HEAVY = frozenset(
-    "stablehlo." + n
-    for n in [
-        "dot_general",
-        "convolution",
-        "gather",
-        "scatter",
-        "sort",
-        "custom_call",
-        "rng_bit_generator",
-        "fft",
-        "cholesky",
-        "triangular_solve",
-        "reduce_window",
-        "select_and_scatter",
-        "concatenate",
-        "dynamic_update_slice",
-        "dynamic_gather",
-        "while",
-        "case",
-        "if",
-        "reduce",
-        "rng",
-    ]
-) | {"chlo.top_k", stablehlo.RAGGED_DOT}
+HEAVY = (
+    stablehlo.SENDS
+    | frozenset(
+        "stablehlo." + n
+        for n in [
+            "dot_general",
+            "convolution",
+            "gather",
+            "scatter",
+            "sort",
+            "custom_call",
+            "rng_bit_generator",
+            "fft",
+            "cholesky",
+            "triangular_solve",
+            "reduce_window",
+            "select_and_scatter",
+            "concatenate",
+            "dynamic_update_slice",
+            "dynamic_gather",
+            "while",
+            "case",
+            "if",
+            "reduce",
+            "rng",
+        ]
+    )
+    | {"chlo.top_k", stablehlo.RAGGED_DOT, stablehlo.MANUAL}
+)
 RENAMES = frozenset(
-    {"sdy.sharding_constraint", "stablehlo.reshape", "stablehlo.optimization_barrier"}
+    {
+        "sdy.sharding_constraint",
+        "stablehlo.reshape",
+        "stablehlo.optimization_barrier",
+        stablehlo.MANUAL,
+    }
 )
 UPDATE = "stablehlo.dynamic_update_slice"
 SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
+
+
+class OwnSend(NamedTuple):
+    """What one operation of a manual region sends.
+
+    Attributes:
+      kind: the operation's name without its dialect, such as "all_reduce".
+      partners: as `stablehlo.partners_of` has them.
+      bytes: the larger of what goes in and what comes out, of the parts the region has.
+      trips: how often it runs in a step.
+      tag: of the operation.
+      source: `file:line` of the user's step, or "".
+    """
+
+    kind: str
+    partners: tuple[tuple[int, ...], ...] | tuple[str, ...]
+    bytes: float
+    trips: float
+    tag: int
+    source: str
 
 
 class Operations:
@@ -86,6 +116,7 @@ class Operations:
       contracting: tags of products and convolutions with the values they take.
       transposed: by the value an operation makes, the values it transposes (`transposes`).
       length: the last position.
+      sent: what the user's own manual regions send.
       assumptions: what the module did not say.
     """
 
@@ -110,6 +141,7 @@ class Operations:
         self.contracting: dict[int, tuple[int, ...]] = {}
         self.transposed: dict[int, tuple[int, ...]] = {}
         self.length = 0
+        self.sent: list[OwnSend] = []
         self.assumptions: list[str] = []
         self._site_of_tag = site_of_tag
         self._platform = platform
@@ -160,7 +192,7 @@ class Operations:
         self.positions[tag] = self.length
         self.trips[tag] = trips
         operands = [self._number[v] for v in op.operands if v in self._number]
-        if name in ("stablehlo.return", "func.return"):
+        if name in ("stablehlo.return", "func.return", "sdy.return"):
             for i in operands:
                 self.uses[i].append((name, -1))
             return
@@ -180,6 +212,12 @@ class Operations:
             self.ends[tag] = self.length
             self.tags[tag] = (first, len(op.results))
             return
+        if name == stablehlo.MANUAL:
+            self._manual(op, operands, trips)
+            self.tags[tag] = (len(self.sizes) - len(op.results), len(op.results))
+            return
+        if name in stablehlo.SENDS:
+            self._send(op, trips, tag)
         for k, result in enumerate(op.results):
             index = self._new(result, name, trips)
             barrier = name == "stablehlo.optimization_barrier"
@@ -221,6 +259,35 @@ class Operations:
                 carries=tuple(results),
                 initial=tuple(operands),
                 returned=tuple(self._unchanged(self._number[v]) for v in returned),
+            )
+        )
+
+    def _manual(self, op: stablehlo.Operation, operands: list[int], trips: float) -> None:
+        """A region whose values are the parts that one device has: it begins and ends with them."""
+        block = op.regions[0].blocks[0]
+        for argument, operand in zip(block.arguments, operands, strict=True):
+            self._rename(argument, operand, trips)
+        self._block(block, trips)
+        returned = list(block.operations)[-1].operation.operands
+        for result, value in zip(op.results, returned, strict=True):
+            self._rename(result, self._number[value], trips)
+
+    def _rename(self, value: stablehlo.Value, of: int, trips: float) -> None:
+        """A value on one side of a manual region's border that is another on the other side."""
+        index = self._new(value, stablehlo.MANUAL, trips)
+        self.operands[index] = [of]
+        self.uses[of].append((stablehlo.MANUAL, index))
+
+    def _send(self, op: stablehlo.Operation, trips: float, tag: int) -> None:
+        sides = [sum(map(stablehlo.bytes_of, values)) for values in (op.operands, op.results)]
+        self.sent.append(
+            OwnSend(
+                kind=op.name.removeprefix("stablehlo."),
+                partners=stablehlo.partners_of(op),
+                bytes=max(sides),
+                trips=trips,
+                tag=tag,
+                source=_where(op),
             )
         )
 
@@ -291,6 +358,7 @@ class Operations:
         if (
             name in FREE
             or name in SLICES
+            or name in stablehlo.SENDS
             or name
             in (
                 "stablehlo.broadcast_in_dim",

@@ -12,6 +12,7 @@ from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.reshards import Division, division
 from autoshard.compat.shardings import parse_sharding
 from autoshard.compat.stablehlo import (
+    MANUAL,
     PRODUCTS,
     TAG,
     Attribute,
@@ -213,7 +214,8 @@ class _Reader:
     def _tagged(self, op: Operation, tag: int) -> None:
         """An operation of the program."""
         name, held, results = op.name, op.attributes, op.results
-        shards = self._axes(held["sdy.sharding"]) if "sdy.sharding" in held else ()
+        said = "out_shardings" if name == MANUAL else "sdy.sharding"
+        shards = self._axes(held[said]) if said in held else ()
         shards += (_NOWHERE,) * (len(results) - len(shards))
         self._judged.shards[tag] = shards
         for result, axes in zip(results, shards, strict=False):
@@ -230,6 +232,13 @@ class _Reader:
                 for argument, axes in zip(inner.arguments, shards, strict=True):
                     self._of_value[argument] = axes
                 self._block(inner)
+        elif name == MANUAL:
+            inner = op.regions[0].blocks[0]
+            users = set(_bare(_AXIS.findall(str(held["manual_axes"]))))
+            given = self._axes(held["in_shardings"])
+            for argument, axes in zip(inner.arguments, given, strict=True):
+                self._of_value[argument] = axes - users  # the parts have types of their own
+            self._block(inner)
         elif name in ("stablehlo.case", "stablehlo.if"):
             for region in op.regions:
                 for inner in region.blocks:

@@ -8,6 +8,7 @@ from collections.abc import Container, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import stablehlo as dialect
 
@@ -27,11 +28,25 @@ RAGGED_DOT = "chlo.ragged_dot"
 PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution", RAGGED_DOT})
 """Operations that multiply and sum."""
 
+MANUAL = "sdy.manual_computation"
+"""A `shard_map`: inside, types are those of one device's parts."""
+
+SENDS = frozenset(
+    f"stablehlo.{kind}"
+    for kind in (
+        *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
+        *("collective_permute", "collective_broadcast"),
+    )
+)
+"""Collectives that the user's own manual regions ask for."""
+
 _PRECISION = re.compile(r"precision (\w+)")
 _ALGORITHM = re.compile(
     r"lhs_precision_type = (\w+), rhs_precision_type = (\w+), accumulation_type = (\w+),"
     r".*num_primitive_operations = (\d+)"
 )
+_GROUPS = "replica_groups"
+_MESH_AXIS = re.compile(r'name = "([^"]+)"')  # of #stablehlo.replica_group_mesh_axes (jax 0.12)
 _SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
 
 
@@ -163,6 +178,18 @@ def product_dimensions(product: Operation) -> tuple[tuple[list[int], list[int]],
     )
 
 
+def partners_of(send: Operation) -> tuple[tuple[int, ...], ...] | tuple[str, ...]:
+    """Who takes part in one of `SENDS`: groups of devices by their place in the mesh, or mesh axes.
+
+    Of a permutation the groups are its pairs (source, target).
+    """
+    attributes = send.attributes
+    held = attributes["source_target_pairs" if "source_target_pairs" in attributes else _GROUPS]
+    if isinstance(held, ir.DenseIntElementsAttr):
+        return tuple(tuple(int(d) for d in row) for row in np.asarray(held))
+    return tuple(_MESH_AXIS.findall(str(held)))
+
+
 def permutation(transpose: Operation) -> list[int]:
     """Which dimension of its operand each dimension of a transpose is."""
     return list(ir.DenseI64ArrayAttr(transpose.attributes["permutation"]))
@@ -223,4 +250,4 @@ def walk(block: Block) -> list[Operation]:
     return found
 
 
-_REGIONS = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if"})
+_REGIONS = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if", MANUAL})

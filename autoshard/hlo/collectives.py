@@ -5,14 +5,13 @@ reduce-scatter. An asynchronous collective is repeated in every fusion that runs
 way; only the fusion with the custom call `AsyncCollectiveStart` is counted.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 from autoshard.hlo.groups import (
-    axes_of_groups,
-    axes_of_pairs,
     parse_groups,
     parse_pairs,
+    partners_in_groups,
+    partners_in_pairs,
 )
 from autoshard.hlo.records import Computation, HloError, HloModule, Instruction
 from autoshard.layout import MeshShape
@@ -86,32 +85,25 @@ def collective(
     """
     opcode = instruction.opcode.removesuffix("-start")
     kind = KINDS[opcode]
-    members: tuple[int, ...] = ()
     if fused_users and opcode == "all-reduce" and _keeps_only_a_slice(instruction, fused_users):
         kind = "reduce_scatter"
     if pairs_text := instruction.attribute("source_target_pairs"):
-        pairs = [(source, to) for source, to in parse_pairs(pairs_text) if source != to]
-        axes = axes_of_pairs(pairs, mesh)
-        group_size = math.prod(size for name, size in mesh if name in axes)
+        partners = partners_in_pairs(parse_pairs(pairs_text), mesh)
     elif opcode == "collective-permute":
         raise HloError(f"%{instruction.name}: expected source_target_pairs, got none")
     else:
         text = _group_text(module, instruction, opcode)
-        groups = parse_groups(text, module.device_count)
-        axes = axes_of_groups(groups, mesh)
-        largest = max(groups, key=len)
-        group_size = len(largest)
-        members = () if axes else largest
-    if group_size == 1:
+        partners = partners_in_groups(parse_groups(text, module.device_count), mesh)
+    if partners.size == 1:
         return None
     return Collective(
         kind=kind,
-        group_size=group_size,
-        mesh_axes=axes,
+        group_size=partners.size,
+        mesh_axes=partners.axes,
         bytes=_payload_bytes(computation, instruction, kind),
         count=1,
         source=module.source(instruction) or instruction.op_name,
-        members=members,
+        members=partners.members,
     )
 
 

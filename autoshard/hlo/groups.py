@@ -15,6 +15,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -153,6 +154,33 @@ def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: MeshShape) -> tuple[st
     return tuple(
         name for (name, _), s, t in zip(mesh, sources, targets, strict=True) if tuple(s) != tuple(t)
     )
+
+
+class Partners(NamedTuple):
+    """Who takes part in a collective together.
+
+    Attributes:
+      axes: the mesh axes they run over; () where they are no product of axes.
+      size: how many they are; of groups that differ, in the largest.
+      members: where there are no axes, the places in the mesh of that group; else ().
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    members: tuple[int, ...] = ()
+
+
+def partners_in_groups(groups: Groups, mesh: MeshShape) -> Partners:
+    """Of a collective among groups."""
+    axes = axes_of_groups(groups, mesh)
+    largest = max(groups, key=len)
+    return Partners(axes, len(largest), () if axes else largest)
+
+
+def partners_in_pairs(pairs: Sequence[tuple[int, int]], mesh: MeshShape) -> Partners:
+    """Of a permutation; a device that sends to itself sends nothing."""
+    axes = axes_of_pairs([(source, to) for source, to in pairs if source != to], mesh)
+    return Partners(axes, math.prod(size for name, size in mesh if name in axes))
 
 
 def _coordinates(devices: Sequence[int], mesh: MeshShape) -> list[list[int]]:

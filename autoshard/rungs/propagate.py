@@ -14,6 +14,7 @@ from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.partitioned import partitioned
+from autoshard.rungs.own_sends import collective_of
 from autoshard.rungs.sending import folded, in_place, sent_in_step
 from autoshard.sites import site_of_location
 from autoshard.space import Space
@@ -180,6 +181,13 @@ class Propagator:
                     source=stablehlo.source_of(one.location),
                 )
             )
+        mesh = tuple(sizes.items())
+        users = (
+            collective_of(send, mesh, ways(judged.shards[send.tag][0], sizes))
+            for send in kernels.sent
+            if send.trips
+        )
+        collectives += [one for one in users if one is not None]
         spikes = []
         for one in communication:
             position = kernels.positions.get(one.tag, 0)

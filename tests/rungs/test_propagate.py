@@ -207,12 +207,6 @@ def test_a_prng_key_in_the_state_costs_nothing() -> None:
     assert set(estimate.bytes_by_kind()) <= {"all_reduce"}
 
 
-def test_a_manual_region_counts_as_replicated_and_is_named() -> None:
-    of = subject("manual_region")
-    estimate = judge(of, baseline(of.space, "data parallel"))
-    assert any("manual_computation" in what for what, _ in estimate.unmodelled)
-
-
 def test_a_step_as_written_is_judged_by_its_own_constraints() -> None:
     of = subject("with_constraints")
     layout = Layout(mesh=(("data", 4), ("model", 2)), as_written=True)
