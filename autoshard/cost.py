@@ -24,11 +24,12 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 25
+MODEL_REVISION = 26
 """Part of every journal key.
 
-Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs` or
-`rungs.propagate`, to what `compat.partitioner`, `compat.invariants` and `transposes` read or
+Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs`,
+`operations`, `fusion`, `kernels`, `buffers` or `rungs` (propagate, sending, own_sends), to what
+`compat.partitioner`, `factor_rules`, `ragged`, `invariants` and `transposes` read or
 `compat.lookups` tells it, or to which constraints `constraints.told` keeps.
 """
 

@@ -6,7 +6,7 @@ kernel writes costs memory and traffic.
 
 from typing import NamedTuple
 
-from autoshard.operations import FREE, HEAVY, SLICES, Operations
+from autoshard.operations import BORDERS, FREE, HEAVY, SLICES, Operations
 
 _EXPENSIVE = frozenset(
     "stablehlo." + n
@@ -117,7 +117,7 @@ class Fusion:
             return False
         uses = self._real_uses(v)
         if name in ("stablehlo.broadcast_in_dim", "stablehlo.iota", "stablehlo.convert"):
-            return any(u in ("stablehlo.while", "func.return", "stablehlo.return") for u in uses)
+            return any(u in BORDERS or u.endswith("return") for u in uses)
         ends = [u for u in uses if u in HEAVY or u.endswith("return")]
         ends = [u for u in ends if u != "stablehlo.reduce"]
         if ends:

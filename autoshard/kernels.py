@@ -13,13 +13,10 @@ import numpy as np
 from autoshard.buffers import Values, assign
 from autoshard.compat import stablehlo
 from autoshard.fusion import Fusion, Transposed
-from autoshard.operations import HEAVY, UPDATE, Operations, OwnSend
+from autoshard.operations import BORDERS, HEAVY, UPDATE, Operations, OwnSend
 
-_NO_KERNELS = {"", "stablehlo.while", "stablehlo.case", stablehlo.MANUAL, *stablehlo.SENDS}
-_PASSES_ON = {
-    *("stablehlo.while", "stablehlo.optimization_barrier", stablehlo.MANUAL),
-    *stablehlo.SENDS,
-}
+_NO_KERNELS = BORDERS | {"", "stablehlo.case"}
+_PASSES_ON = BORDERS | {"stablehlo.optimization_barrier"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +27,7 @@ class KernelTable:
       value_bytes: (n,) size of each value on one device if nothing is sharded.
       value_elements: (n,) elements of it.
       tags: tag of an operation -> (first value, number of results); values are numbered so.
+      entries: tag of a manual region -> the same of what its body is given.
       argument_values: value number of each argument of main.
       site_values: (value, site index) of each sharding constraint.
       parents: (n,) for a constraint's value the value it constrains, else -1.
@@ -57,6 +55,7 @@ class KernelTable:
     value_bytes: np.ndarray
     value_elements: np.ndarray
     tags: dict[int, tuple[int, int]]
+    entries: dict[int, tuple[int, int]]
     argument_values: list[int]
     site_values: list[tuple[int, int]]
     parents: np.ndarray
@@ -161,8 +160,8 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
     live_to = np.full(n, -1)
     aliased = set(ops.returned[:state_count])
     for i in list(aliased):
-        while ops.parents[i] >= 0:
-            i = ops.parents[i]
+        while ops.parents[i] >= 0 or ops.op_of[i] == stablehlo.MANUAL:
+            i = ops.source(i)
             aliased.add(i)
     for v in range(n):
         if v in aliased or ops.op_of[v] == "" or buffer[v] != v:
@@ -174,6 +173,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         value_bytes=np.array(ops.sizes),
         value_elements=np.array(ops.elements),
         tags=ops.tags,
+        entries=ops.entries,
         argument_values=ops.arguments,
         site_values=ops.site_values,
         parents=np.array(ops.parents),

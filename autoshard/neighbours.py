@@ -75,7 +75,7 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
                     yield make(layout.mesh, freed, storage if axis.is_data else both, occurrences)
             if to != kept and not axis.is_data:
                 yield make(layout.mesh, compute, {**storage, a: to}, occurrences)
-    for a in space.held_twice({*compute, *storage}):
+    for a in space.held_twice(compute, storage):
         flipped = {**occurrences, a: 1 - occurrences.get(a, 0)}
         yield make(layout.mesh, compute, storage, flipped)
 

@@ -56,6 +56,8 @@ HEAVY = (
     )
     | {"chlo.top_k", stablehlo.RAGGED_DOT, stablehlo.MANUAL}
 )
+BORDERS = stablehlo.SENDS | {"stablehlo.while", stablehlo.MANUAL}
+"""What takes values as they lie in memory, and has no kernel of its own."""
 RENAMES = frozenset(
     {
         "sdy.sharding_constraint",
@@ -75,7 +77,6 @@ class OwnSend(NamedTuple):
       kind: the operation's name without its dialect, such as "all_reduce".
       partners: as `stablehlo.partners_of` has them.
       bytes: the larger of what goes in and what comes out, of the parts the region has.
-      trips: how often it runs in a step.
       tag: of the operation.
       source: `file:line` of the user's step, or "".
     """
@@ -83,7 +84,6 @@ class OwnSend(NamedTuple):
     kind: str
     partners: tuple[tuple[int, ...], ...] | tuple[str, ...]
     bytes: float
-    trips: float
     tag: int
     source: str
 
@@ -109,6 +109,7 @@ class Operations:
         (`precision.multiplied_as`), by the value it makes.
       arguments, returned: of the main function.
       tags: tag of an operation -> (first value, number of results).
+      entries: tag of a manual region -> the same of what its body is given.
       trips, positions: the same two by tag.
       ends: tag of a loop -> position of the last operation of its body.
       site_values: (value, site index) of each sharding constraint.
@@ -133,6 +134,7 @@ class Operations:
         self.own_flops: list[float] = []
         self.dtype_of: dict[int, str] = {}
         self.tags: dict[int, tuple[int, int]] = {}
+        self.entries: dict[int, tuple[int, int]] = {}
         self.trips: dict[int, float] = {}
         self.positions: dict[int, int] = {}
         self.ends: dict[int, int] = {}
@@ -213,11 +215,13 @@ class Operations:
             self.tags[tag] = (first, len(op.results))
             return
         if name == stablehlo.MANUAL:
+            self.entries[tag] = (first, len(operands))
             self._manual(op, operands, trips)
             self.tags[tag] = (len(self.sizes) - len(op.results), len(op.results))
+            self.positions[tag] = self.length  # what follows it has its tag
             return
-        if name in stablehlo.SENDS:
-            self._send(op, trips, tag)
+        if name in stablehlo.SENDS or stablehlo.is_ragged_exchange(op):
+            self._send(op, tag)
         for k, result in enumerate(op.results):
             index = self._new(result, name, trips)
             barrier = name == "stablehlo.optimization_barrier"
@@ -278,14 +282,15 @@ class Operations:
         self.operands[index] = [of]
         self.uses[of].append((stablehlo.MANUAL, index))
 
-    def _send(self, op: stablehlo.Operation, trips: float, tag: int) -> None:
-        sides = [sum(map(stablehlo.bytes_of, values)) for values in (op.operands, op.results)]
+    def _send(self, op: stablehlo.Operation, tag: int) -> None:
+        ragged = stablehlo.is_ragged_exchange(op)
+        given = list(op.operands)[:1] if ragged else op.operands  # rows; where they go is nothing
+        sides = [sum(map(stablehlo.bytes_of, values)) for values in (given, op.results)]
         self.sent.append(
             OwnSend(
-                kind=op.name.removeprefix("stablehlo."),
+                kind="all_to_all" if ragged else op.name.removeprefix("stablehlo."),
                 partners=stablehlo.partners_of(op),
                 bytes=max(sides),
-                trips=trips,
                 tag=tag,
                 source=_where(op),
             )
@@ -303,7 +308,8 @@ class Operations:
                 if returned == carry and self._is_fill(initial):
                     self.op_of[carry], self.operands[carry] = "stablehlo.iota", []
                     self.uses[initial].remove(("stablehlo.while", carry))
-                    self.uses[carry].remove(("stablehlo.return", -1))
+                    if (passed := ("stablehlo.return", -1)) in self.uses[carry]:
+                        self.uses[carry].remove(passed)  # else a manual region hands it on
 
     def _is_fill(self, v: int) -> bool:
         if self.op_of[v] in ("stablehlo.constant", "sdy.constant", "stablehlo.iota"):

@@ -298,7 +298,8 @@ class Plan:
             raise PlanError(f"the {word} has structure {got}, expected {treedef}")
         for x, leaf in zip(flat, leaves, strict=True):
             shape, dtype = np.shape(x), getattr(x, "dtype", None)
-            if dtype is not None and word == "batch":  # a state must not lose half of its bits
+            if dtype is not None and (word == "batch" or jnp.issubdtype(dtype, jnp.integer)):
+                # As jit takes them. Floats of a state must not lose half of their bits.
                 dtype = held_dtype(dtype)
             # Not `in (None, ...)`: NumPy says that float64 equals None.
             if tuple(shape) != leaf.shape or (dtype is not None and dtype != leaf.dtype):

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from autoshard.axes import Axes, Dimensions, LogicalAxis
 from autoshard.errors import LayoutError
@@ -113,13 +113,11 @@ class Space:
         fixed = {m for _, to in self.pinned for m in to}
         fixed |= {m for _, spec in self.fixed_leaves for dim in spec for m in dim}
         fixed |= self._taken_in_part(layout)
-        ruled = {axis for axis, _ in (*layout.compute, *layout.storage)}
-        layout = dataclasses.replace(
-            layout,
-            occurrences=tuple((a, o) for a, o in layout.occurrences if a in ruled),
-            whole=self._least_whole(layout),
-        )
+        layout = dataclasses.replace(layout, whole=self._least_whole(layout))
         found = layout.canonical(frozenset(fixed))
+        ruled = {axis for axis, _ in (*found.compute, *found.storage)}
+        chosen = tuple((a, o) for a, o in found.occurrences if a in ruled)
+        found = dataclasses.replace(found, occurrences=chosen)
         only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
         if only is None or layout.as_written:
             return found
@@ -297,16 +295,20 @@ class Space:
                     found.append(to)
         return found
 
-    def held_twice(self, ruled: Collection[str]) -> list[str]:
-        """Of the axes that have rules those of which one of two occurrences is to be chosen."""
+    def held_twice(self, *tables: Mapping[str, tuple[str, ...]]) -> list[str]:
+        """The axes of which one of two occurrences is to be chosen: those with rules.
+
+        Args:
+          tables: rules by axis; those that the user fixed may be left out.
+        """
+        ruled = {a for table in tables for a, to in table.items() if to} | dict(self.pinned).keys()
         return [axis for axis in self.axes.twice if axis in ruled]
 
     def size(self) -> int:
         """How many layouts `enumerate` would go through (before equal ones are told)."""
         total = 0
-        pinned = {axis for axis, _ in self.pinned}
         for mesh in self.meshes:
-            one: int = 2 ** len(self.held_twice(pinned))
+            one: int = 2 ** len(self.held_twice())
             for axis in self.shardable():
                 n = len(self.options(axis, mesh))
                 rules_of = n if axis.is_data else n * n
@@ -328,7 +330,7 @@ class Space:
                 compute = {a.name: c for a, (c, _) in zip(axes, picked, strict=True)}
                 pairs = zip(axes, picked, strict=True)
                 storage = {a.name: s for a, (_, s) in pairs if not a.is_data}
-                twice = self.held_twice(self._ruled(compute, storage))
+                twice = self.held_twice(compute, storage)
                 flips = itertools.product((0, 1), repeat=len(twice))
                 for flipped, whole in itertools.product(flips, Whole):
                     occurrences = dict(zip(twice, flipped, strict=True))
@@ -338,10 +340,6 @@ class Space:
                         candidate = self.candidate(layout)
                         if self.contains(candidate) is None:
                             yield candidate
-
-    def _ruled(self, *tables: Mapping[str, tuple[str, ...]]) -> set[str]:
-        """The axes with rules, where the tables leave out those that the user fixed."""
-        return {a for table in tables for a, to in table.items() if to} | dict(self.pinned).keys()
 
     def sample(self, rng: random.Random, tries: int = 100) -> Candidate | None:
         """A random candidate, None if none of `tries` draws belongs to the space."""
@@ -356,7 +354,7 @@ class Space:
                 if not axis.is_data:
                     storage[axis.name] = to if rng.random() < 0.6 else rng.choice(options)
             whole = rng.choice(list(Whole))
-            twice = self.held_twice(self._ruled(compute, storage))
+            twice = self.held_twice(compute, storage)
             occurrences = {axis: rng.randrange(2) for axis in twice}
             layout = self.layout(mesh, compute, storage, occurrences, whole)
             candidate = self.candidate(layout)

@@ -50,9 +50,9 @@ def draw(space: Space, choose: Choose) -> Candidate:
         if not axis.is_data:
             storage[axis.name] = options[choose(f"storage {where}", tuple(options))]
     whole = Whole(choose("whole", tuple(Whole)))
-    ruled = {axis for axis, to in (*compute.items(), *storage.items()) if to}
     occurrences = {
-        axis: int(choose(f"occurrence {axis}", ("0", "1"))) for axis in space.held_twice(ruled)
+        axis: int(choose(f"occurrence {axis}", ("0", "1")))
+        for axis in space.held_twice(compute, storage)
     }
     return space.candidate(space.layout(mesh, compute, storage, occurrences, whole))
 

@@ -94,6 +94,18 @@ def test_a_small_space_is_enumerated_whole(name: str) -> None:
     }
 
 
+def test_no_occurrence_is_chosen_for_an_axis_without_a_rule() -> None:
+    space = subject("rnn").space
+    (axis,) = space.axes.twice
+    for rule in (None, "y"):  # a mesh axis of one device is no rule either
+        layout = Layout(
+            mesh=(("x", 8), ("y", 1)),
+            compute=rules({"batch": "x"} | ({axis: rule} if rule else {})),
+            occurrences=((axis, 1),),
+        )
+        assert space.canonical(layout).occurrences == ()
+
+
 def test_the_baselines_are_in_the_space() -> None:
     for name in ("scanned_gpt", "with_constraints", "odd_sizes", "manual_region"):
         space = subject(name).space

@@ -5,11 +5,12 @@ change nothing here: read once, from the flattened module.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxlib.mlir import ir
 
-from autoshard.compat.stablehlo import TAG, Block, Operation, Value, main_function
+from autoshard.compat.stablehlo import MANUAL, TAG, Block, Operation, Value, main_function
 
 _STAY = frozenset(
     "stablehlo." + name
@@ -107,10 +108,26 @@ class _Reader:
                         self._levels[result] = level
             if name == "stablehlo.while":
                 self._loop(op, tag, around, branch)
+            elif name == MANUAL:
+                self._region(op, around, branch)
             elif name in ("stablehlo.case", "stablehlo.if"):
                 for region in op.regions:
                     for inner in region.blocks:
                         self.read(inner, around, branch=True)
+
+    def _region(self, op: Operation, around: tuple[int, ...], branch: bool) -> None:
+        """The compiler inlines it: it changes no more than what stands in it does."""
+        inner = op.regions[0].blocks[0]
+        returned = list(inner.operations)[-1].operation.operands
+        self._same(inner.arguments, op.operands)
+        self.read(inner, around, branch)
+        self._same(op.results, returned)
+
+    def _same(self, values: Sequence[Value], of: Sequence[Value]) -> None:
+        for value, other in zip(values, of, strict=True):
+            self._levels.pop(value, None)
+            if level := self._levels.get(other, 0):
+                self._levels[value] = level
 
     def _loop(self, op: Operation, tag: int, around: tuple[int, ...], branch: bool) -> None:
         body = op.regions[1].blocks[0]
@@ -143,10 +160,21 @@ def origin_of(value: Value) -> Origin | None:
 
 
 def _renamed(value: Value) -> Value:
-    """The value that constraints and the partitioner's collectives begin with."""
-    while not isinstance(owner := value.owner, ir.Block):
-        alone = owner.name.startswith("sdy.") and len(owner.operands) == len(owner.results) == 1
-        if not alone or owner.name == "sdy.manual_computation":
-            break
-        value = owner.operands[0]
-    return value
+    """The value that constraints and the partitioner's collectives begin with.
+
+    On both sides of a manual region's border it is the same one.
+    """
+    while True:
+        owner = value.owner
+        if isinstance(owner, ir.Block):
+            if owner.owner.name != MANUAL:
+                return value
+            value = owner.owner.operands[value.arg_number]
+        elif owner.name == MANUAL:
+            (block,) = owner.regions[0].blocks
+            returned = list(block.operations)[-1].operation.operands
+            value = returned[ir.OpResult(value).result_number]
+        elif owner.name.startswith("sdy.") and len(owner.operands) == len(owner.results) == 1:
+            value = owner.operands[0]
+        else:
+            return value

@@ -88,6 +88,8 @@ class Judged:
 
     Attributes:
       shards: tag -> for each result the set of mesh axes (or parts) that divide it.
+      entries: tag of a manual region -> the same of what its body is given, without the mesh axes
+        that are the region's.
       contracted: tag of a product or reduction -> mesh axes that divide its work.
       operands: tag of the same -> for each operand the mesh axes that divide what is read, which is
         less than what was made where the partitioner gathers in between.
@@ -97,6 +99,7 @@ class Judged:
     """
 
     shards: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
+    entries: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
     contracted: dict[int, frozenset[str]] = dataclasses.field(default_factory=dict)
     operands: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
     communication: list[Communication] = dataclasses.field(default_factory=list)
@@ -235,9 +238,9 @@ class _Reader:
         elif name == MANUAL:
             inner = op.regions[0].blocks[0]
             users = set(_bare(_AXIS.findall(str(held["manual_axes"]))))
-            given = self._axes(held["in_shardings"])
-            for argument, axes in zip(inner.arguments, given, strict=True):
-                self._of_value[argument] = axes - users  # the parts have types of their own
+            entries = tuple(axes - users for axes in self._axes(held["in_shardings"]))
+            self._judged.entries[tag] = entries
+            self._of_value.update(zip(inner.arguments, entries, strict=True))
             self._block(inner)
         elif name in ("stablehlo.case", "stablehlo.if"):
             for region in op.regions:

@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import stablehlo as dialect
 
 from autoshard.compat.reshards import Division, bring_operand, division, make_result, without
 from autoshard.compat.shardings import Attributes
-from autoshard.compat.stablehlo import Operation, Value, bytes_of, shape_of, walk
+from autoshard.compat.stablehlo import Operation, Value, bytes_of, in_manual, shape_of, walk
 from autoshard.subaxes import axis_name, named_part, ways
 
 LOOKUPS = frozenset({"stablehlo.gather", "stablehlo.scatter"})
@@ -71,7 +71,7 @@ def keep_tables(main: Operation, sizes: dict[str, int], attributes: Attributes) 
     """
     for op in walk(main.regions[0].blocks[0]):
         lookup = _lookup_of(op)
-        if lookup is None:
+        if lookup is None or in_manual(op):  # there some axes are not spare
             continue
         across = _names(_across(lookup))
         kept = _names(_kept(lookup))

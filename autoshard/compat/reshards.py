@@ -9,7 +9,7 @@ from typing import TypeAlias
 from jaxlib.mlir import ir
 
 from autoshard.compat.shardings import Attributes, parse_sharding, sharding_text
-from autoshard.compat.stablehlo import Operation, Value, shape_of
+from autoshard.compat.stablehlo import MANUAL, Operation, Value, shape_of
 from autoshard.subaxes import axis_name
 
 Division: TypeAlias = tuple[tuple[str, ...], ...]
@@ -59,9 +59,11 @@ def _sharding_text(value: Value) -> str:
     for name in ("sharding", "out_sharding"):  # of a reshard, of a collective
         if owner.name.startswith("sdy.") and name in owner.attributes:
             return str(owner.attributes[name])
-    if "sdy.sharding" not in owner.attributes:
+    name = "out_shardings" if owner.name == MANUAL else "sdy.sharding"
+    given = isinstance(value.owner, ir.Block) and owner.name == MANUAL
+    if given or name not in owner.attributes:
         return ""
-    return "<@" + str(owner.attributes["sdy.sharding"]).split("<@")[1:][number]
+    return "<@" + str(owner.attributes[name]).split("<@")[1:][number]
 
 
 def _text(to: Division) -> str:

@@ -46,7 +46,7 @@ _ALGORITHM = re.compile(
     r".*num_primitive_operations = (\d+)"
 )
 _GROUPS = "replica_groups"
-_MESH_AXIS = re.compile(r'name = "([^"]+)"')  # of #stablehlo.replica_group_mesh_axes (jax 0.12)
+_MESH_AXIS = re.compile(r'axis_ref<name = "([^"]+)"')  # of replica_group_mesh_axes (jax 0.12)
 _SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
 
 
@@ -178,12 +178,23 @@ def product_dimensions(product: Operation) -> tuple[tuple[list[int], list[int]],
     )
 
 
+def is_ragged_exchange(operation: Operation) -> bool:
+    """Whether it is a `jax.lax.ragged_all_to_all`, which JAX lowers to a custom call."""
+    return (
+        operation.name == "stablehlo.custom_call"
+        and ir.StringAttr(operation.attributes["call_target_name"]).value == "ragged_all_to_all"
+    )
+
+
 def partners_of(send: Operation) -> tuple[tuple[int, ...], ...] | tuple[str, ...]:
-    """Who takes part in one of `SENDS`: groups of devices by their place in the mesh, or mesh axes.
+    """Who takes part in one of `SENDS` or a ragged exchange: groups of devices by their place in
+    the mesh, or mesh axes.
 
     Of a permutation the groups are its pairs (source, target).
     """
     attributes = send.attributes
+    if is_ragged_exchange(send):
+        attributes = ir.DictAttr(attributes["backend_config"])
     held = attributes["source_target_pairs" if "source_target_pairs" in attributes else _GROUPS]
     if isinstance(held, ir.DenseIntElementsAttr):
         return tuple(tuple(int(d) for d in row) for row in np.asarray(held))
@@ -248,6 +259,15 @@ def walk(block: Block) -> list[Operation]:
 
     visit(block)
     return found
+
+
+def in_manual(operation: Operation) -> bool:
+    """Whether an operation stands in a manual region."""
+    while (around := operation.parent) is not None:
+        operation = around.operation
+        if operation.name == MANUAL:
+            return True
+    return False
 
 
 _REGIONS = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if", MANUAL})

@@ -6,11 +6,12 @@ from autoshard.operations import OwnSend
 from autoshard.trial import Collective
 
 
-def collective_of(sent: OwnSend, mesh: MeshShape, parts: int) -> Collective | None:
+def collective_of(sent: OwnSend, mesh: MeshShape, trips: float, parts: int) -> Collective | None:
     """One of them; None where each device is alone with itself.
 
     Args:
       mesh: that the step names.
+      trips: how often it runs in a step.
       parts: in how many the partitioner divides what is sent, over axes that are not the region's.
     """
     devices = tuple(group for group in sent.partners if isinstance(group, tuple))
@@ -27,7 +28,7 @@ def collective_of(sent: OwnSend, mesh: MeshShape, parts: int) -> Collective | No
         group_size=partners.size,
         mesh_axes=partners.axes,
         bytes=int(sent.bytes / parts),
-        count=int(sent.trips),
+        count=int(trips),
         source=sent.source,
         members=partners.members,
     )

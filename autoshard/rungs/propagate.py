@@ -79,10 +79,14 @@ class Propagator:
         if judged:
             for value, axes in zip(kernels.argument_values, judged.argument_axes, strict=True):
                 divided[value] = ways(axes, sizes)
-            for tag, shards in judged.shards.items():
-                first, count = kernels.tags.get(tag, (0, 0))
-                for k in range(count):
-                    divided[first + k] = ways(shards[k], sizes)
+            for numbers, said in (
+                (kernels.tags, judged.shards),
+                (kernels.entries, judged.entries),
+            ):
+                for tag, shards in said.items():
+                    first, count = numbers.get(tag, (0, 0))
+                    for k in range(count):
+                        divided[first + k] = ways(shards[k], sizes)
             site_of = dict(kernels.site_values)
             for value in np.flatnonzero(kernels.parents >= 0).tolist():
                 placed = specs.sites.get(site_of.get(value, -1))
@@ -183,9 +187,9 @@ class Propagator:
             )
         mesh = tuple(sizes.items())
         users = (
-            collective_of(send, mesh, ways(judged.shards[send.tag][0], sizes))
+            collective_of(send, mesh, kernels.trips[send.tag], ways(parts[0], sizes))
             for send in kernels.sent
-            if send.trips
+            if kernels.trips[send.tag] and (parts := judged.shards.get(send.tag))
         )
         collectives += [one for one in users if one is not None]
         spikes = []
