@@ -180,8 +180,13 @@ class _Ties:
             for operand, result in zip(op.operands, op.results, strict=True):
                 if operand.type == result.type:
                     self.same(operand, result)
-        elif len(op.operands) and len(op.results) and name != stablehlo.MANUAL:
-            self.opaque.append(f"{name} at {str(op.location)[:80]}")
+        elif name == stablehlo.MANUAL:
+            for inner in stablehlo.walk(op.regions[0].blocks[0]):
+                called = inner.name == "stablehlo.custom_call"
+                if called and not stablehlo.is_ragged_exchange(inner):
+                    self.opaque.append(_named(inner))
+        elif len(op.operands) and len(op.results):
+            self.opaque.append(_named(op))
         if in_loop and name in ("stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"):
             whole = self.of(op.operands[0])
             part = self.of(
@@ -216,6 +221,10 @@ class _Ties:
             right = {i for dim in rule.operands[1] for i in dim}
             self.contracted += [atoms[i] for i in sorted((left & right) - kept)]
             self.produced += [atoms[i] for i in sorted((left ^ right) & kept)]
+
+
+def _named(op: stablehlo.Operation) -> str:
+    return f"{op.name} at {str(op.location)[:80]}"
 
 
 def find_axes(program: Program, module: stablehlo.Operation, sites: list[Site]) -> Axes:

@@ -28,9 +28,9 @@ MODEL_REVISION = 26
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs`,
-`operations`, `fusion`, `kernels`, `buffers` or `rungs` (propagate, sending, own_sends), to what
-`compat.partitioner`, `factor_rules`, `ragged`, `invariants` and `transposes` read or
-`compat.lookups` tells it, or to which constraints `constraints.told` keeps.
+`operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes` or `rungs` (propagate, sending,
+own_sends), to what `compat` reads of a module or tells the partitioner, or to which constraints
+`constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from autoshard.buffers import Loop
 from autoshard.compat import stablehlo
+from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.ragged import ragged_flops
 from autoshard.precision import multiplied_as
 from autoshard.transposes import transposed_operands
@@ -76,8 +77,10 @@ class OwnSend(NamedTuple):
     Attributes:
       kind: the operation's name without its dialect, such as "all_reduce".
       partners: as `stablehlo.partners_of` has them.
-      bytes: the larger of what goes in and what comes out, of the parts the region has.
+      bytes: the larger of what goes in and what comes out, of the parts the region has; the rows
+        of a ragged exchange.
       tag: of the operation.
+      origin: of what is sent.
       source: `file:line` of the user's step, or "".
     """
 
@@ -85,6 +88,7 @@ class OwnSend(NamedTuple):
     partners: tuple[tuple[int, ...], ...] | tuple[str, ...]
     bytes: float
     tag: int
+    origin: Origin | None
     source: str
 
 
@@ -220,13 +224,15 @@ class Operations:
             self.tags[tag] = (len(self.sizes) - len(op.results), len(op.results))
             self.positions[tag] = self.length  # what follows it has its tag
             return
-        if name in stablehlo.SENDS or stablehlo.is_ragged_exchange(op):
-            self._send(op, tag)
+        if ragged := stablehlo.is_ragged_exchange(op):
+            name = "stablehlo.all_to_all"
+        if name in stablehlo.SENDS:
+            self._send(op, name, tag, ragged)
         for k, result in enumerate(op.results):
             index = self._new(result, name, trips)
             barrier = name == "stablehlo.optimization_barrier"
             self.operands[index] = [operands[k]] if barrier else operands
-            self.own_flops[index] = self._flops(op, index)
+            self.own_flops[index] = self._flops(op, name, index)
             if name in stablehlo.PRODUCTS:
                 self.contracting[tag] = tuple(operands)
                 dtype = stablehlo.dtype_of(op.operands[0])
@@ -282,16 +288,15 @@ class Operations:
         self.operands[index] = [of]
         self.uses[of].append((stablehlo.MANUAL, index))
 
-    def _send(self, op: stablehlo.Operation, tag: int) -> None:
-        ragged = stablehlo.is_ragged_exchange(op)
-        given = list(op.operands)[:1] if ragged else op.operands  # rows; where they go is nothing
-        sides = [sum(map(stablehlo.bytes_of, values)) for values in (given, op.results)]
+    def _send(self, op: stablehlo.Operation, name: str, tag: int, ragged: bool) -> None:
+        sides = [op.operands[:1]] if ragged else [op.operands, op.results]
         self.sent.append(
             OwnSend(
-                kind="all_to_all" if ragged else op.name.removeprefix("stablehlo."),
+                kind=name.removeprefix("stablehlo."),
                 partners=stablehlo.partners_of(op),
-                bytes=max(sides),
+                bytes=max(sum(map(stablehlo.bytes_of, values)) for values in sides),
                 tag=tag,
+                origin=origin_of(op.operands[0]),
                 source=_where(op),
             )
         )
@@ -309,7 +314,7 @@ class Operations:
                     self.op_of[carry], self.operands[carry] = "stablehlo.iota", []
                     self.uses[initial].remove(("stablehlo.while", carry))
                     if (passed := ("stablehlo.return", -1)) in self.uses[carry]:
-                        self.uses[carry].remove(passed)  # else a manual region hands it on
+                        self.uses[carry].remove(passed)  # else it is returned by another name
 
     def _is_fill(self, v: int) -> bool:
         if self.op_of[v] in ("stablehlo.constant", "sdy.constant", "stablehlo.iota"):
@@ -342,8 +347,7 @@ class Operations:
                     self.trip_of[j] = 0.0
                 self.trips.update(dict.fromkeys(tags[i], 0.0))
 
-    def _flops(self, op: stablehlo.Operation, index: int) -> float:
-        name = op.name
+    def _flops(self, op: stablehlo.Operation, name: str, index: int) -> float:
         out = self.elements[index]
         if name == "stablehlo.dot_general":
             left = stablehlo.shape_of(op.operands[0])

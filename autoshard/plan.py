@@ -298,8 +298,8 @@ class Plan:
             raise PlanError(f"the {word} has structure {got}, expected {treedef}")
         for x, leaf in zip(flat, leaves, strict=True):
             shape, dtype = np.shape(x), getattr(x, "dtype", None)
-            if dtype is not None and (word == "batch" or jnp.issubdtype(dtype, jnp.integer)):
-                # As jit takes them. Floats of a state must not lose half of their bits.
+            if dtype is not None and (word == "batch" or _fits(x, leaf.dtype)):
+                # As jit takes them. A state must not lose half of its bits.
                 dtype = held_dtype(dtype)
             # Not `in (None, ...)`: NumPy says that float64 equals None.
             if tuple(shape) != leaf.shape or (dtype is not None and dtype != leaf.dtype):
@@ -308,3 +308,12 @@ class Plan:
                     f" {leaf.dtype}{list(leaf.shape)}"
                 )
         return flat
+
+
+def _fits(x: Any, dtype: np.dtype) -> bool:
+    """Whether NumPy integers have values that a leaf's dtype has too."""
+    numbers = isinstance(x, np.ndarray | np.generic) and np.issubdtype(x.dtype, np.integer)
+    if not numbers or not jnp.issubdtype(dtype, jnp.integer):
+        return False
+    limits = jnp.iinfo(dtype)
+    return bool(np.size(x) == 0 or (limits.min <= np.min(x) and np.max(x) <= limits.max))

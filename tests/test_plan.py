@@ -157,6 +157,8 @@ def test_place_names_the_leaf_that_does_not_fit(plan, unsharded):
     double = np.zeros(state["params"]["w1"].shape)  # jit would drop half of its bits
     with pytest.raises(PlanError, match=r"\['w1'\]: got float64\[\d+, \d+\], expected float32"):
         plan.place({**state, "params": {**state["params"], "w1": double}})
+    with pytest.raises(PlanError, match=r"count'\]: got int64\[\], expected int32"):
+        plan.place({**state, "count": np.int64(2**40)})
     counted = plan.place({**state, "count": np.int64(3)})  # as Python and NumPy count
     assert counted["count"] == 3 and counted["count"].dtype == state["count"].dtype
     with pytest.raises(PlanError, match="the state has structure"):

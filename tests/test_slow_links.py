@@ -23,7 +23,8 @@ from autoshard.target import Target
 from autoshard.topology import parse_topology
 from autoshard.trial import Estimate, Failure, Kind, Stage
 
-LAYERS, WIDTH, HIDDEN, LENGTH = 4, 4096, 16384, 8192
+# So long that all devices pay, though gradients then cross the slow links.
+LAYERS, WIDTH, HIDDEN, LENGTH = 4, 4096, 16384, 16384
 
 
 def attending(sequences: int) -> autoshard.Workload:

@@ -198,7 +198,9 @@ def partners_of(send: Operation) -> tuple[tuple[int, ...], ...] | tuple[str, ...
     held = attributes["source_target_pairs" if "source_target_pairs" in attributes else _GROUPS]
     if isinstance(held, ir.DenseIntElementsAttr):
         return tuple(tuple(int(d) for d in row) for row in np.asarray(held))
-    return tuple(_MESH_AXIS.findall(str(held)))
+    if not (axes := tuple(_MESH_AXIS.findall(str(held)))):
+        raise ValueError(f"{send.name} is among devices that are not understood: {held}")
+    return axes
 
 
 def permutation(transpose: Operation) -> list[int]:

@@ -13,6 +13,7 @@ from autoshard.cost import Constants, CostModel
 from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
+from autoshard.operations import OwnSend
 from autoshard.partitioned import partitioned
 from autoshard.rungs.own_sends import collective_of
 from autoshard.rungs.sending import folded, in_place, sent_in_step
@@ -165,6 +166,13 @@ class Propagator:
                 found[kernels.tags[tag][0]] = extra
         return found
 
+    def _trips_of(self, send: OwnSend, constants: Constants) -> float:
+        """How often it is sent: of what a loop does not change once, where a compiler does so."""
+        loop = None
+        if constants.moves_invariants:
+            loop = self._analysis.invariants.in_front_of(send.tag, send.origin)
+        return self._analysis.kernels.trips[send.tag if loop is None else loop]
+
     def _communication(
         self, judged: Judged, sizes: dict[str, int], constants: Constants
     ) -> tuple[list[Collective], list[_Received]]:
@@ -187,7 +195,7 @@ class Propagator:
             )
         mesh = tuple(sizes.items())
         users = (
-            collective_of(send, mesh, kernels.trips[send.tag], ways(parts[0], sizes))
+            collective_of(send, mesh, self._trips_of(send, constants), ways(parts[0], sizes))
             for send in kernels.sent
             if kernels.trips[send.tag] and (parts := judged.shards.get(send.tag))
         )
