@@ -58,7 +58,8 @@ class Axes:
       chains: (axis, ...) pairs of one matrix product's output axis that the next one contracts:
         sharding such an axis keeps both products local up to one all-reduce.
       twice: the axes that some tensor holds twice.
-      opaque: operations the partitioner has no rule for; they count as replicated.
+      opaque: operations the partitioner has no rule for, which count as replicated; and custom
+        calls in manual regions.
     """
 
     axes: tuple[LogicalAxis, ...]

@@ -19,8 +19,8 @@ from autoshard.sites import Site
 from autoshard.specs import Specs
 from autoshard.target import Target
 
-NOT_LOWERED = (ValueError, TypeError, RuntimeError, NotImplementedError)
-"""What JAX raises of a program that it cannot lower for a platform."""
+NOT_LOWERED = (ValueError, TypeError, RuntimeError)
+"""What JAX raises of a program that it cannot lower for a platform; NotImplementedError is one."""
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:

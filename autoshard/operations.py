@@ -1,7 +1,8 @@
 """The operations of a flattened module as numbered values: sizes, uses, loops, trips, arithmetic.
 
 Read once, before any layout. What fuses is decided in `fusion`, what shares a buffer in `buffers`;
-here only which branch runs (the largest) and which constants a loop makes itself.
+here only which branch runs (the largest), which constants a loop makes itself, and what the user's
+own manual regions send.
 """
 
 import math

@@ -311,8 +311,9 @@ class Space:
             one: int = 2 ** len(self.held_twice())
             for axis in self.shardable():
                 n = len(self.options(axis, mesh))
-                rules_of = n if axis.is_data else n * n
-                one *= 2 * rules_of - 1 if axis.name in self.axes.twice else rules_of
+                ways = n if axis.is_data else n * n
+                # All but the one without a rule leave an occurrence to choose.
+                one *= 2 * ways - 1 if axis.name in self.axes.twice else ways
             total += one
         return total * (1 + sum(bool(held) for held in self._held.values()))
 

@@ -2,9 +2,9 @@
 
 Rows of the left operand come in groups that lie one after the other, and each group has a matrix
 of its own. A compiler divides neither the rows nor the groups over devices, for nothing says
-which rows are whose before the step runs: Shardy's rule for `mhlo.ragged_dot`, which CHLO's becomes
-before the partitioner sees it, takes both whole (jaxlib has the rule, but not the pass), and
-XLA does so (seen with libtpu 0.0.42 for v5e and v5p, jax-cuda12-plugin 0.10.2 for H100).
+which rows are whose before the step runs. So says Shardy's rule for `mhlo.ragged_dot`
+(openxla/shardy, op_sharding_rule_registry), and so XLA does (seen with libtpu 0.0.42 for v5e and
+v5p, jax-cuda12-plugin 0.10.2 for H100).
 """
 
 import math

@@ -51,6 +51,8 @@ def _sharding_text(value: Value) -> str:
     if isinstance(owner, ir.Block):
         number = ir.BlockArgument(value).arg_number
         owner = owner.owner
+        if owner.name == MANUAL:
+            return ""
         if "arg_attrs" in owner.attributes:
             named = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[number])
             return str(named["sdy.sharding"]) if "sdy.sharding" in named else ""
@@ -60,8 +62,7 @@ def _sharding_text(value: Value) -> str:
         if owner.name.startswith("sdy.") and name in owner.attributes:
             return str(owner.attributes[name])
     name = "out_shardings" if owner.name == MANUAL else "sdy.sharding"
-    given = isinstance(value.owner, ir.Block) and owner.name == MANUAL
-    if given or name not in owner.attributes:
+    if name not in owner.attributes:
         return ""
     return "<@" + str(owner.attributes[name]).split("<@")[1:][number]
 
