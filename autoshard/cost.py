@@ -24,7 +24,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 27
+MODEL_REVISION = 28
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs`,

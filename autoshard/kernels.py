@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.buffers import Values, assign
 from autoshard.compat import stablehlo
 from autoshard.fusion import Fusion, Transposed
-from autoshard.operations import BORDERS, HEAVY, UPDATE, Operations, OwnSend
+from autoshard.operations import BORDERS, HEAVY, JOINS, UPDATE, Operations, OwnSend
 
 _NO_KERNELS = BORDERS | {"", "stablehlo.case"}
 _PASSES_ON = BORDERS | {"stablehlo.optimization_barrier"}
@@ -151,7 +151,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
             argument=[op == "" for op in ops.op_of],
             constraint=[parent >= 0 for parent in ops.parents],
             source=[ops.source(v) for v in range(n)],
-            elementwise=[op not in HEAVY for op in ops.op_of],
+            elementwise=[op not in HEAVY and op not in JOINS for op in ops.op_of],
             touches=touches,
         ),
         ops.loops,

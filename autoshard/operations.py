@@ -46,7 +46,6 @@ HEAVY = (
             "triangular_solve",
             "reduce_window",
             "select_and_scatter",
-            "concatenate",
             "dynamic_update_slice",
             "dynamic_gather",
             "while",
@@ -70,6 +69,8 @@ RENAMES = frozenset(
 )
 UPDATE = "stablehlo.dynamic_update_slice"
 SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
+JOINS = frozenset({"stablehlo.concatenate", "stablehlo.pad"})
+"""Operations whose elements come from one of several places."""
 
 
 class OwnSend(NamedTuple):
@@ -122,6 +123,7 @@ class Operations:
       contracting: tags of products and convolutions with the values they take.
       transposed: by the value an operation makes, the values it transposes (`transposes`).
       length: the last position.
+      platform: that the module was lowered for.
       sent: what the user's own manual regions send.
       assumptions: what the module did not say.
     """
@@ -151,7 +153,7 @@ class Operations:
         self.sent: list[OwnSend] = []
         self.assumptions: list[str] = []
         self._site_of_tag = site_of_tag
-        self._platform = platform
+        self.platform = platform
         self._number: dict[stablehlo.Value, int] = {}
         self._constants: dict[stablehlo.Value, str] = {}
         self.arguments = [self._new(value, "", 1.0) for value in main.arguments]
@@ -355,7 +357,7 @@ class Operations:
             (_, contracted), _ = stablehlo.product_dimensions(op)
             return 2.0 * out * math.prod(left[d] for d in contracted)
         if name == stablehlo.RAGGED_DOT:
-            return ragged_flops(op, self._platform)
+            return ragged_flops(op, self.platform)
         if name == "stablehlo.convolution":
             kernel = stablehlo.shape_of(op.operands[1])
             text = str(op.attributes["dimension_numbers"])
