@@ -14,6 +14,7 @@ what one kernel leaves in the caches for the next.
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -24,7 +25,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 28
+MODEL_REVISION = 29
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs`,
@@ -238,15 +239,20 @@ class CostModel:
         each = each + transposed * c.transposed_s + c.launch_s
         return float(self._devices * np.dot(each, trips)) * self.correction.compute
 
-    def fresh_s(self, block_bytes: float) -> float:
+    def fresh_s(self, block_bytes: float, off_by: float = 0.0) -> float:
         """Seconds a step waits for the pages of its temporaries, one block on each device.
 
         Args:
           block_bytes: of all temporaries of one device.
+          off_by: how far they may be from that, as a share of it: the nearer they come to
+            `FRESH_FROM_BYTES`, the likelier they reach it.
         """
-        if block_bytes < FRESH_FROM_BYTES:
-            return 0.0
-        seconds = self._devices * block_bytes * self.constants.fresh_s_per_byte
+        likely = float(block_bytes >= FRESH_FROM_BYTES)
+        if off_by and block_bytes:
+            width = 2 * math.log1p(off_by)
+            likely = 0.5 + math.log(block_bytes / FRESH_FROM_BYTES) / width
+            likely = min(max(likely, 0.0), 1.0)
+        seconds = likely * self._devices * block_bytes * self.constants.fresh_s_per_byte
         return seconds * self.correction.compute
 
     def kernel_s(self, work: Work) -> float:

@@ -1,7 +1,8 @@
 """Which values a step writes to memory, and what the kernel of each reads and executes.
 
 What is cheap fuses into all that consumes it, as in XLA's instruction fusion, so that only what a
-kernel writes costs memory and traffic: `docs/decisions/0024-fusion-repeats-what-is-cheap.md`.
+kernel writes costs memory and traffic: `docs/decisions/0024-fusion-repeats-what-is-cheap.md` and
+`docs/decisions/0025-what-fusion-does-not-repeat.md`.
 """
 
 import heapq
@@ -13,29 +14,26 @@ from autoshard.operations import BORDERS, FREE, HEAVY, JOINS, SLICES, Operations
 _EXPENSIVE = frozenset(
     "stablehlo." + n
     for n in [
+        "atan2",
+        "cbrt",
         "exponential",
-        "tanh",
+        "exponential_minus_one",
         "log",
+        "log_plus_one",
+        "logistic",
         "power",
+        "remainder",
         "rsqrt",
         "sqrt",
-        "divide",
-        "sine",
-        "cosine",
-        "logistic",
-        "exponential_minus_one",
-        "log_plus_one",
-        "cbrt",
-        "atan2",
-        "tan",
-        "remainder",
+        "tanh",
     ]
-) | frozenset(f"chlo.{n}" for n in ["erf", "erfc", "erf_inv", "lgamma", "digamma", "sinh", "cosh"])
-CHEAP_DIVISION = ("cuda", "rocm", "tpu")
-"""Platforms on which quotients are computed again wherever they are needed.
+) | frozenset(f"chlo.{n}" for n in ["cosh", "digamma", "erf", "erf_inv", "erfc", "lgamma", "sinh"])
+"""Operations that are computed once and written where several kernels need them.
 
-On GPUs so by xla/backends/gpu/transforms/instruction_fusion.cc; taken to hold of TPUs, too.
+Asked of XLA:CPU (jax 0.10.2 and 0.12.0.1, 2026-11-24) with one small program for each.
 """
+_EXPENSIVE_ON_CPU = _EXPENSIVE | {"stablehlo.divide"}
+_EXPENSIVE_ELSEWHERE = _EXPENSIVE | {"stablehlo.cosine", "stablehlo.sine", "stablehlo.tan"}
 _MOST_COPIES = 15  # kAllowedCodeDuplication (xla/service/fusion_node_indexing_evaluation.cc)
 _REPEATED = FREE | {"stablehlo.broadcast_in_dim", "stablehlo.convert", "stablehlo.iota"}
 """Operations that are computed wherever they are needed."""
@@ -45,9 +43,13 @@ _MOVES = (
     | {"stablehlo.broadcast_in_dim", "stablehlo.reduce", "stablehlo.reverse", "stablehlo.transpose"}
 )
 """Operations that need other places of their operands than of what they make."""
+_KEPT_APART = _MOVES | {"stablehlo.compare", "stablehlo.select"}
+"""Operations that the library which XLA:CPU hands reductions to does not take with them.
 
-
+Of 28 functions asked with jax 0.10.2 and 0.12.0.1 (2026-11-24).
+"""
 _PRODUCT = "stablehlo.dot_general"
+_NOWHERE = frozenset[int]()
 
 
 class Transposed(NamedTuple):
@@ -70,8 +72,8 @@ class Fusion:
 
     def __init__(self, operations: Operations):
         self._ops = operations
-        cheap = {"stablehlo.divide"} if operations.platform in CHEAP_DIVISION else set()
-        self._expensive = _EXPENSIVE - cheap
+        self._by_cost = operations.platform != "cpu"
+        self._expensive = _EXPENSIVE_ELSEWHERE if self._by_cost else _EXPENSIVE_ON_CPU
         count = len(operations.sizes)
         self.written = [True] * count
         # By kernel that computes a value itself: the values at whose places it is needed there.
@@ -79,9 +81,13 @@ class Fusion:
         # (xla/service/fusion_node_indexing_evaluation.cc).
         self._fused: list[dict[int, frozenset[int]]] = [{} for _ in range(count)]
         self._copies: dict[tuple[int, int], int] = {}  # of a value's code in a kernel
+        self._reduction = [-1] * count  # in whose kernel alone a value is needed
         for v in reversed(range(count)):  # what uses a value comes after it
             asked = self._asked(v)
-            self.written[v] = self._is_written(v, asked)
+            reductions = self._reductions(v)
+            if len(reductions) == 1:
+                (self._reduction[v],) = reductions
+            self.written[v] = self._is_written(v, asked, reductions)
             if not self.written[v]:
                 self._fuse(v, asked)
 
@@ -116,18 +122,32 @@ class Fusion:
                     )
                 else:
                     parts[operand] = max(before, part)
+        if ops.op_of[v] == _PRODUCT and not self._by_cost:
+            for operand in {self._plain(t.value) for t in transposed}:
+                if operand in reads and self._is_copied(operand):
+                    reads[operand] += 2.0  # to copy it, and what is written then
         return reads, flops, transposed
+
+    def _plain(self, v: int) -> int:
+        """The value that operations which cost nothing made this one of."""
+        ops = self._ops
+        while ops.op_of[v] in FREE and ops.operands[v]:
+            v = ops.operands[v][0]
+        return v
+
+    def _is_copied(self, v: int) -> bool:
+        """Whether what a product needs transposed is in memory before, as others need it."""
+        name = self._ops.op_of[v]
+        return name == "" or name in HEAVY or len(self._real_uses(v)) > 1
 
     def _is_read(self, v: int, kernel: int) -> bool:
         """Whether a kernel that needs a value finds it, or what it is a part of, in memory."""
         ops = self._ops
-        if self.written[v] or ops.op_of[v] == "":
+        if self.written[v]:
             return kernel not in self._fused[v]
         if ops.op_of[v] not in SLICES and ops.op_of[v] != "sdy.sharding_constraint":
             return False
-        whole = ops.operands[v][0]
-        while ops.op_of[whole] in FREE and ops.operands[whole]:
-            whole = ops.operands[whole][0]
+        whole = self._plain(ops.operands[v][0])
         return self.written[whole] and kernel not in self._fused[whole]
 
     def _asked(self, v: int) -> dict[int, frozenset[int]]:
@@ -136,13 +156,12 @@ class Fusion:
         for _, user in self._ops.uses[v]:
             if user < 0:
                 continue
+            alone = frozenset((user,))
             moves = self._ops.op_of[user] in _MOVES
-            kernels = dict(self._fused[user])
             if self.written[user]:
-                kernels[user] = frozenset((user,))
-            for kernel, places in kernels.items():
-                own = frozenset((user,)) if moves else places
-                asked[kernel] = asked.get(kernel, frozenset()) | own
+                asked[user] = asked.get(user, _NOWHERE) | alone
+            for kernel, places in self._fused[user].items():
+                asked[kernel] = asked.get(kernel, _NOWHERE) | (alone if moves else places)
         return asked
 
     def _fuse(self, v: int, asked: dict[int, frozenset[int]]) -> None:
@@ -168,11 +187,31 @@ class Fusion:
             product = made if ops.op_of[made] == _PRODUCT else -1
         return [Transposed(value=value, product=product) for value in found]
 
-    def _is_written(self, v: int, asked: Collection[int]) -> bool:
+    def _reductions(self, v: int) -> set[int]:
+        """The reductions whose kernels need a value, -1 for all other kernels.
+
+        XLA:CPU hands reductions to a library, with what nothing else needs of what goes into them.
+        """
+        if self._by_cost:
+            return {-1}
+        return {self._reduced_by(user) for _, user in self._ops.uses[v]}
+
+    def _reduced_by(self, user: int) -> int:
+        ops = self._ops
+        if user < 0 or not self._reduces(user):
+            return -1 if user < 0 or ops.op_of[user] in _KEPT_APART else self._reduction[user]
+        return user
+
+    def _reduces(self, v: int) -> bool:
+        """Whether a value is what the library reduces an array to: one result, of one array."""
+        return self._ops.op_of[v] == "stablehlo.reduce" and len(self._ops.operands[v]) == 2
+
+    def _is_written(self, v: int, asked: Collection[int], reductions: Collection[int]) -> bool:
         """Whether a value is written to memory, however often it would be computed.
 
         Args:
           asked: the kernels that would compute it.
+          reductions: `_reductions` of it.
         """
         ops = self._ops
         name = ops.op_of[v]
@@ -185,7 +224,26 @@ class Fusion:
             return any(u in BORDERS or u.endswith("return") for u in uses)
         if any((u in HEAVY or u.endswith("return")) and u != "stablehlo.reduce" for u in uses):
             return True
-        return name in self._expensive and len(asked) > 1
+        if len(reductions) > 1 or (name in _KEPT_APART and set(reductions) != {-1}):
+            return True
+        if len(asked) < 2:
+            return False
+        return name in self._expensive or (self._by_cost and self._reads_more(v, len(asked)))
+
+    def _reads_more(self, v: int, kernels: int) -> bool:
+        """Whether kernels that compute a value read more than where one of them writes it."""
+        made = self._ops.sizes[v]
+        needed = sum(
+            self._needed(operand, self._ops.elements[v]) for operand in self._ops.operands[v]
+        )
+        return kernels * needed > needed + made + kernels * made
+
+    def _needed(self, v: int, elements: float) -> float:
+        """Bytes in memory that so many elements of a value come from, at most."""
+        ops = self._ops
+        if ops.op_of[v] in _REPEATED:
+            return sum(self._needed(operand, elements) for operand in ops.operands[v])
+        return ops.sizes[v] * min(1.0, elements / max(ops.elements[v], 1.0))
 
     def _real_uses(self, v: int) -> list[str]:
         found: list[str] = []

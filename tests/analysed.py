@@ -1,14 +1,18 @@
 """The workloads of `tests.programs`, analysed once a session, and ways to judge and run layouts."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard import lowering
 from autoshard.analysis import Analysis
 from autoshard.cost import KINDS, Constants, CostModel, LinkCost
 from autoshard.driver import Subject
+from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.program import sample_batch, trace
 from autoshard.rungs.propagate import Propagator
@@ -52,6 +56,23 @@ def analyse(workload: Workload, keep_constraints: bool = False) -> Subject:
 @functools.cache
 def subject(name: str) -> Subject:
     return analyse(programs.EVERY[name]())
+
+
+def kernels_of_step(step: Callable[..., Any], state: Any, batch: Any) -> KernelTable:
+    """The kernels of a step; state and batch: shapes or arrays."""
+    workload = Workload(
+        step=step,
+        init=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state),
+        batch=batch,
+    )
+    return analyse(workload).analysis.kernels
+
+
+def kernels_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> KernelTable:
+    """The kernels of a function of arrays, whose results are a step's new state."""
+    arguments = tuple(programs.shaped(*s) for s in shapes)
+    made = jax.eval_shape(function, *arguments)
+    return kernels_of_step(lambda state, batch: (function(*batch), 0.0), made, arguments)
 
 
 @functools.cache

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard import hlo
+from autoshard import hlo, lowering
 from autoshard.compat.stablehlo import main_function
-from autoshard.fusion import CHEAP_DIVISION, Fusion
+from autoshard.fusion import Fusion
 from autoshard.kernels import KernelTable
 from autoshard.operations import Operations
 from autoshard.rungs import propagate
 from autoshard.workload import Workload
-from tests.analysed import analyse
+from tests.analysed import analyse, baseline, judge, kernels_of, target
 from tests.programs import shaped
 
 LENGTHS = (16, 64, 256)
@@ -40,6 +40,12 @@ def divided(x, y):  # type: ignore[no-untyped-def]
     return jnp.max(z, axis=1), jnp.sum(z, axis=1)
 
 
+def gradients(x, w, above):  # type: ignore[no-untyped-def]
+    """Of a product with a matrix, by what is above it and by the matrix's transpose."""
+    above = above * 2
+    return jnp.einsum("bto,io->bti", above, w), jnp.einsum("bto,bti->oi", above, x)
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], *tuple[tuple[int, ...], ...]]] = {
     "halves of a product": (turned, (8, 64, 32), (32, 4, 16), (64, 1, 8), (64, 1, 8)),
     "neighbours": (lambda x: (lambda y: y[:, 2:] + y[:, 1:-1] + y[:, :-2])(x * 2 + 1), X),
@@ -48,32 +54,48 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], *tuple[tuple[int, ...], ...]]] = {
     "rolled": (lambda x: jnp.roll(jnp.tanh(x), 1, 1) * x, X),
     "five users of a sum": (lambda x, y: five(x + y * y, y), X, Y),
     "divided for two": (divided, X, Y),
+    "summed and more": (lambda x: (lambda y: (jnp.sum(y, -1), y * 3))(x * 2 + 1), X),
+    "squares summed": (lambda x, y: (lambda z: (jnp.mean(z * z, -1), z - 1))(x + y), X, Y),
+    "summed where positive": (lambda x: jnp.sum(jnp.where(x > 0, x * 2, 0.0), -1), X),
     "padded for two": (lambda x: both(jnp.pad(x * 2, ((0, 0), (1, 1), (0, 0)))), X),
     "joined for two": (lambda x, y: both(jnp.concatenate([x * 2, y + 1], axis=1)), X, Y),
 }
 
 
-def kernels_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> KernelTable:
-    arguments = [shaped(*s) for s in shapes]
-    made = jax.eval_shape(function, *arguments)
-    workload = Workload(
-        step=lambda state, batch: (function(*batch), 0.0),
-        init=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), made),
-        batch=tuple(arguments),
-    )
-    return analyse(workload).analysis.kernels
+def written_on(platform: str, function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[str]:
+    """The operations that write what they make, in a module lowered for a platform."""
+    flat = jax.jit(function).lower(*(shaped(*s) for s in shapes)).compiler_ir("stablehlo")
+    operations = Operations(main_function(flat.operation).regions[0].blocks[0], {}, platform)
+    return [operations.op_of[v] for v, w in enumerate(Fusion(operations).written) if w]
 
 
-def test_a_quotient_is_computed_again_where_that_is_cheap() -> None:
-    flat = jax.jit(divided).lower(shaped(*X), shaped(*Y)).compiler_ir("stablehlo")
-    made = {}
-    for platform in ("cpu", *CHEAP_DIVISION):
-        main = main_function(flat.operation).regions[0].blocks[0]
-        operations = Operations(main, {}, platform)
-        written = Fusion(operations).written
-        made[platform] = [operations.op_of[v] for v, w in enumerate(written) if w]
-    assert "stablehlo.divide" in made.pop("cpu")
-    assert all("stablehlo.divide" not in written for written in made.values())
+def neighbours(name: str) -> Callable[..., Any]:
+    """What two kernels need, next to each other, of one function of an array."""
+
+    def function(x):  # type: ignore[no-untyped-def]
+        z = FUNCTIONS[name](x)
+        return z * 2 + x, z * 3 - 1
+
+    return function
+
+
+def positive(x):  # type: ignore[no-untyped-def]
+    """What every function below takes."""
+    return x * x + 2.0
+
+
+_UNARY = """
+exp expm1 log log1p sqrt rsqrt cbrt tanh logistic abs sin cos tan sinh cosh erf erfc erf_inv lgamma
+digamma
+"""
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(jax.lax, name) for name in _UNARY.split()},
+    "div": lambda x: x / positive(x),
+    "rem": lambda x: jax.lax.rem(x, positive(x)),
+    "pow": lambda x: jax.lax.pow(x, positive(x)),
+    "atan2": lambda x: jax.lax.atan2(x, positive(x)),
+    "fifth power": lambda x: x**5,
+}
 
 
 def compiled(function: Callable[..., Any], *shapes: tuple[int, ...]) -> jax.stages.Compiled:
@@ -91,12 +113,73 @@ def traffic(kernels: KernelTable) -> float:
     return float(np.dot(each, kernels.kernel_trips))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_expensive_on_cpu_is_what_the_compiler_computes_once(name: str) -> None:
+    function = neighbours(name)
+    if "call @" in jax.jit(function).lower(shaped(*X)).as_text():
+        pytest.skip("this jax makes the function of many operations")
+    once = len(written_on("cpu", function, X)) > 3  # the argument and what both kernels make
+    kernels = counts(compiled(function, X)).op_count
+    # Where the compiler has no operation of its own it writes parts of the function, too.
+    assert (kernels > 2) == once
+
+
+def test_a_quotient_is_computed_again_where_that_is_cheap() -> None:
+    quotient = neighbours("div")
+    assert "stablehlo.divide" in written_on("cpu", quotient, X)
+    for platform in ("cuda", "rocm", "tpu"):
+        assert "stablehlo.divide" not in written_on(platform, quotient, X)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_and_their_bytes_are_the_compiled_ones(name: str) -> None:
     function, *shapes = PROGRAMS[name]
     kernels, seen = kernels_of(function, *shapes), counts(compiled(function, *shapes))
     assert len(kernels.kernel_value) == seen.op_count
     assert traffic(kernels) == pytest.approx(seen.bytes_accessed, rel=0.01)
+
+
+def test_what_a_product_needs_transposed_is_copied_for_it() -> None:
+    shapes = (8, 64, 96), (96, 128), (8, 64, 128)
+    kernels, seen = kernels_of(gradients, *shapes), counts(compiled(gradients, *shapes))
+    assert traffic(kernels) == pytest.approx(seen.bytes_accessed, rel=0.01)
+
+
+@jax.grad
+def residual(matrices, x):  # type: ignore[no-untyped-def]
+    """Sums of what every layer adds to the one before it, each normalized: one long chain."""
+    for matrix in matrices:
+        scaled = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        x = x + jnp.tanh(scaled @ matrix) @ matrix
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_a_long_chain_of_sums_is_written_now_and_then(platform: str) -> None:
+    most = {}
+    for layers in (4, 12):
+        made = jax.jit(residual).lower([shaped(128, 128)] * layers, shaped(32, 128, 128))
+        main = main_function(made.compiler_ir("stablehlo").operation).regions[0].blocks[0]
+        fusion = Fusion(Operations(main, {}, platform))
+        kernels = [fusion.kernel(v)[0] for v, written in enumerate(fusion.written) if written]
+        most[layers] = max(len(reads) for reads in kernels)
+    assert most[12] == most[4] < 10
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_a_long_chain_moves_about_the_bytes_of_the_compiled_one(layers: int) -> None:
+    of = analyse(
+        Workload(
+            step=lambda ws, x: (jax.tree.map(jnp.subtract, ws, residual(ws, x)), 0.0),
+            init=lambda: [jnp.zeros((128, 128))] * layers,
+            batch=shaped(32, 128, 128),
+        )
+    )
+    layout = baseline(of.space, "replicated")
+    step = lowering.jit_step(of.analysis_for(layout), of.space.specs(layout), target())
+    text = step.lower(*lowering.shapes(of.analysis.program.inputs)).compile().as_text()
+    seen = hlo.count(hlo.parse(text or ""), layout.mesh)
+    assert 0.85 < judge(of, layout).bytes_accessed / seen.bytes_accessed < 1.1
 
 
 def test_what_four_slices_need_is_padded_once() -> None:

@@ -14,17 +14,8 @@ from autoshard.layout import Layout
 from autoshard.rungs import propagate
 from autoshard.workload import Workload
 from tests import programs
-from tests.analysed import analyse, baseline, judge, subject, target
+from tests.analysed import analyse, baseline, judge, kernels_of_step, subject, target
 from tests.programs import BATCH, EMBED, LAYERS, MLP, SEQUENCE, shaped, train
-
-
-def table(step, state, batch) -> KernelTable:  # type: ignore[no-untyped-def]
-    workload = Workload(
-        step=step,
-        init=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state),
-        batch=batch,
-    )
-    return analyse(workload).analysis.kernels
 
 
 def compiled_peak(of: Subject, layout: Layout) -> int:
@@ -50,7 +41,7 @@ def test_a_product_in_a_scan_counts_every_iteration() -> None:
         y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)
         return w, jnp.sum(y)
 
-    kernels = table(step, shaped(5, 8, 8), shaped(16, 8))
+    kernels = kernels_of_step(step, shaped(5, 8, 8), shaped(16, 8))
     assert contract_flops(kernels) == 5 * 2 * 16 * 8 * 8
     assert set(kernels.kernel_trips[kernels.kernel_contracts]) == {5.0}
     assert kernels.assumptions == ()
@@ -63,7 +54,7 @@ def test_loops_in_loops_multiply() -> None:
 
         return w, jnp.sum(jax.lax.scan(outer, x, None, length=3)[0])
 
-    kernels = table(step, shaped(8, 8), shaped(16, 8))
+    kernels = kernels_of_step(step, shaped(8, 8), shaped(16, 8))
     assert contract_flops(kernels) == 12 * 2 * 16 * 8 * 8
 
 
@@ -98,7 +89,7 @@ def test_convolutions_by_hand() -> None:
         )
         return w, jnp.sum(y)
 
-    kernels = table(step, shaped(3, 3, 4, 6), shaped(8, 10, 10, 4))
+    kernels = kernels_of_step(step, shaped(3, 3, 4, 6), shaped(8, 10, 10, 4))
     assert contract_flops(kernels) == 2 * 8 * 10 * 10 * 6 * (3 * 3 * 4)
 
 
@@ -112,7 +103,7 @@ def test_the_largest_branch_counts_and_is_a_named_assumption() -> None:
         y = jax.lax.cond(jnp.sum(x) > 0, lambda: x @ w @ w @ w, lambda: x @ w)
         return w, jnp.sum(y)
 
-    kernels = table(step, shaped(8, 8), shaped(16, 8))
+    kernels = kernels_of_step(step, shaped(8, 8), shaped(16, 8))
     assert contract_flops(kernels) == 3 * 2 * 16 * 8 * 8
     assert any("largest branch" in a for a in kernels.assumptions)
 
@@ -141,7 +132,7 @@ def test_elementwise_chains_are_not_written() -> None:
     def step(w, x):
         return w, jnp.sum(jnp.exp(x * 2.0 + 1.0) - x)
 
-    kernels = table(step, shaped(8, 8), shaped(1024, 8))
+    kernels = kernels_of_step(step, shaped(8, 8), shaped(1024, 8))
     written = sum(kernels.value_bytes[v] for v in kernels.kernel_value)
     assert written < 1024 * 8 * 4
 
@@ -157,7 +148,9 @@ def test_a_loop_makes_constants_itself() -> None:
 
         return w, jnp.sum(jax.lax.fori_loop(0, 4, body, x))
 
-    kernels = table(step, shaped(64, 64, dtype=jnp.bfloat16), shaped(64, 64, dtype=jnp.bfloat16))
+    kernels = kernels_of_step(
+        step, shaped(64, 64, dtype=jnp.bfloat16), shaped(64, 64, dtype=jnp.bfloat16)
+    )
     assert not np.any(kernels.value_bytes[kernels.kernel_value] == 64 * 64 * 4)
     held = kernels.value_bytes[(kernels.live_from >= 0) & (kernels.parents < 0)]
     assert not np.any(held == 64 * 64 * 4)
@@ -262,7 +255,7 @@ def test_a_product_keeps_its_precision(precision: jax.lax.PrecisionLike, dtype: 
     def step(w, x):
         return w, jnp.sum(jax.lax.dot(x, w, precision=precision))
 
-    assert set(table(step, shaped(8, 8), shaped(16, 8)).kernel_dtypes) - {""} == {dtype}
+    assert set(kernels_of_step(step, shaped(8, 8), shaped(16, 8)).kernel_dtypes) - {""} == {dtype}
 
 
 def test_a_convolution_keeps_its_precision_and_bf16_has_one() -> None:
@@ -273,5 +266,5 @@ def test_a_convolution_keeps_its_precision_and_bf16_has_one() -> None:
         b = x[0, 0].astype(jnp.bfloat16)
         return w, jnp.sum(y) + jnp.sum(jax.lax.dot(b, b.T, precision="highest"))
 
-    kernels = table(step, shaped(3, 3, 4, 6), shaped(8, 10, 10, 4))
+    kernels = kernels_of_step(step, shaped(3, 3, 4, 6), shaped(8, 10, 10, 4))
     assert set(kernels.kernel_dtypes) - {""} == {"f32:highest", "bf16"}

@@ -16,7 +16,7 @@ from autoshard.layout import MeshShape
 from autoshard.lowering import lower_step
 from autoshard.trial import Estimate
 from autoshard.workload import Workload
-from tests.analysed import CONSTANTS, analyse, baseline, propagator, target
+from tests.analysed import CONSTANTS, analyse, baseline, kernels_of, propagator, target
 from tests.programs import normal, shaped, train
 
 T, TALL, WIDE = (8, 24, 40), (40, 4, 24), (4, 24, 40)
@@ -45,13 +45,7 @@ PRODUCTS = {
 
 
 def by_rung_1(function, *shapes) -> float:  # type: ignore[no-untyped-def]
-    made = jax.eval_shape(function, *(shaped(*s) for s in shapes))
-    workload = Workload(
-        step=lambda state, batch: (function(*batch), 0.0),
-        init=lambda: jnp.zeros(made.shape, made.dtype),
-        batch=tuple(shaped(*s) for s in shapes),
-    )
-    kernels = analyse(workload).analysis.kernels
+    kernels = kernels_of(function, *shapes)
     alone = kernels.transposed_product < 0
     times = kernels.kernel_trips[kernels.transposed_kernel]
     return float(np.dot(kernels.value_elements[kernels.transposed_value], times * alone))

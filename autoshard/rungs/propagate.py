@@ -23,6 +23,12 @@ from autoshard.specs import Specs
 from autoshard.subaxes import ways
 from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
 
+_OFF_BY = 0.25
+"""How far the temporaries judged here are off those of the compiled program, as a share.
+
+In nine samples of `results/fidelity` medians of 4 to 52 %, in five of them 9 to 32 %.
+"""
+
 
 class _Received(NamedTuple):
     """A buffer that a collective writes: bytes, needed between two positions."""
@@ -127,7 +133,7 @@ class Propagator:
         trips = np.where(alive, kernels.kernel_trips, 0.0)
         block = _peak_of(kernels, local, spikes)
         compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_dtypes, transposed)
-        compute_s += cost.fresh_s(block)
+        compute_s += cost.fresh_s(block, _OFF_BY)
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
         arguments = [local[v] for v in kernels.argument_values]
