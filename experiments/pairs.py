@@ -34,6 +34,8 @@ _PROCESSES = 4, 12
 """At least and at most so many are asked about a ratio near 1. Where they differ by 3 %, twelve are
 needed for an interval of 2 %."""
 
+_SETTLING = 10
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -209,11 +211,29 @@ def verdict(ratio: float | None, decided: bool) -> str:
 
 
 def stepper(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> Run:
-    """What `compare` times: one step on the state of the last, and the wait for it."""
+    """What `compare` times: one step on the state of the last, and the wait for it.
+
+    Steps are run here until the types of the state stay as they are: jit compiles anew for each
+    combination of weak types, and a state that begins with some may take two steps to lose them.
+
+    Raises:
+      ValueError: they still change after ten steps.
+    """
 
     def run() -> None:
         nonlocal state
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
 
-    return run
+    def types() -> list[Any]:
+        return [jax.typeof(leaf) for leaf in jax.tree.leaves(state)]
+
+    for _ in range(_SETTLING):
+        before = types()
+        run()
+        if types() == before:
+            return run
+    raise ValueError(
+        f"the types of the state still change after {_SETTLING} steps, expected them to stay: each"
+        " step would be compiled"
+    )

@@ -1,5 +1,9 @@
 """Paired timing on a clock that the steps themselves advance."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +15,7 @@ from experiments.pairs import (
     of_processes,
     parts_of,
     ratio_interval,
+    stepper,
 )
 
 
@@ -111,3 +116,25 @@ def test_the_interval_covers_the_truth_19_times_in_20():
         _, low, high = ratio_interval(list(first), list(second), resamples=500)
         covered += low <= 1.0 <= high
     assert 180 <= covered <= 199
+
+
+def test_nothing_is_compiled_once_the_clock_runs() -> None:
+    traced = []
+
+    @jax.jit
+    def step(state: Any, batch: jax.Array) -> Any:
+        traced.append(None)
+        _, newer = state
+        return (newer, newer * 0.5 + batch), {}
+
+    weak = jax.jit(lambda: 1.0)()
+    run = stepper(step, (weak, weak), jnp.float32(2.0))
+    assert len(traced) == 3  # both weak, one of them, none
+    run()
+    run()
+    assert len(traced) == 3
+
+
+def test_a_state_that_never_stays_is_refused() -> None:
+    with pytest.raises(ValueError, match="still change after 10 steps"):
+        stepper(lambda state, batch: (jnp.append(state, batch), {}), jnp.ones(2), 1.0)
