@@ -1,5 +1,9 @@
 """autoshard: a sharding auto-tuner for JAX/XLA."""
 
+from autoshard.compat.noise import import_jax as _import_jax
+
+_import_jax()  # before anything below does: what its plugins write is for the log
+
 from autoshard.api import load_plan as load_plan
 from autoshard.api import search as search
 from autoshard.budget import Budget as Budget

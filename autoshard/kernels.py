@@ -10,13 +10,18 @@ import dataclasses
 
 import numpy as np
 
-from autoshard.buffers import Values, assign
+from autoshard.buffers import Loop, Values, assign
 from autoshard.compat import stablehlo
 from autoshard.fusion import Fusion, Transposed
 from autoshard.operations import BORDERS, HEAVY, JOINS, UPDATE, Operations, OwnSend
 
 _NO_KERNELS = BORDERS | {"", "stablehlo.case"}
 _PASSES_ON = BORDERS | {"stablehlo.optimization_barrier"}
+_FILLS_EARLY = frozenset({"cuda", "rocm"})
+"""Platforms whose compiler fills what is scattered into before the loop that makes the rest of it.
+
+So seen with XLA:GPU (jax 0.10.2). libtpu 0.0.42 fills it when it is needed (docs/decisions/0026).
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +168,12 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         while ops.parents[i] >= 0 or ops.op_of[i] == stablehlo.MANUAL:
             i = ops.source(i)
             aliased.add(i)
+    filled = _filled_early(ops) if ops.platform in _FILLS_EARLY else {}
     for v in range(n):
         if v in aliased or ops.op_of[v] == "" or buffer[v] != v:
             continue
         if written[v] or ops.parents[v] >= 0:
-            live_from[v] = ops.position_of[v]
+            live_from[v] = filled.get(v, ops.position_of[v])
             live_to[v] = max(last[v], ops.position_of[v])
     return KernelTable(
         value_bytes=np.array(ops.sizes),
@@ -199,6 +205,23 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         sent=tuple(ops.sent),
         assumptions=tuple(dict.fromkeys(ops.assumptions)),
     )
+
+
+def _filled_early(ops: Operations) -> dict[int, int]:
+    """Scatters into constants -> where the last loop begins before them; those in loops are not."""
+    outermost: list[Loop] = []
+    for loop in sorted(ops.loops, key=lambda loop: loop.start):
+        if not outermost or loop.start > outermost[-1].end:
+            outermost.append(loop)
+    found = {}
+    for v, name in enumerate(ops.op_of):
+        if name != "stablehlo.scatter" or not ops.is_fill(ops.operands[v][0]):
+            continue
+        position = ops.position_of[v]
+        before = [loop.start for loop in outermost if loop.end < position]
+        if before and not any(loop.start < position <= loop.end for loop in outermost):
+            found[v] = before[-1]
+    return found
 
 
 def _touch(

@@ -313,17 +313,18 @@ class Operations:
             for carry, initial, returned in zip(
                 loop.carries, loop.initial, loop.returned, strict=True
             ):
-                if returned == carry and self._is_fill(initial):
+                if returned == carry and self.is_fill(initial):
                     self.op_of[carry], self.operands[carry] = "stablehlo.iota", []
                     self.uses[initial].remove(("stablehlo.while", carry))
                     if (passed := ("stablehlo.return", -1)) in self.uses[carry]:
                         self.uses[carry].remove(passed)  # else it is returned by another name
 
-    def _is_fill(self, v: int) -> bool:
+    def is_fill(self, v: int) -> bool:
+        """Whether a value is a constant that fills an array, or counts."""
         if self.op_of[v] in ("stablehlo.constant", "sdy.constant", "stablehlo.iota"):
             return True
         passes = {"stablehlo.broadcast_in_dim", "stablehlo.convert", *RENAMES}
-        return self.op_of[v] in passes and self._is_fill(self.operands[v][0])
+        return self.op_of[v] in passes and self.is_fill(self.operands[v][0])
 
     def _unchanged(self, v: int) -> int:
         """The value that constraints and reshapes only give another name."""

@@ -6,14 +6,13 @@ others to where they belong.
 """
 
 import contextlib
+import importlib
 import logging
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
-
-import jax
 
 _log = logging.getLogger("autoshard")
 _XLA_LINE = re.compile(
@@ -22,10 +21,16 @@ _XLA_LINE = re.compile(
 )
 
 
+def import_jax() -> None:
+    """Imports JAX, if nothing has: where CUDA's plugin is installed it writes even then."""
+    with quiet():
+        importlib.import_module("jax")
+
+
 def start_jax() -> None:
     """Starts JAX's backends, if they are not: compilers that are plugins write when they load."""
     with quiet():
-        jax.local_devices()
+        importlib.import_module("jax").local_devices()
 
 
 @contextlib.contextmanager

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import subprocess
 import sys
 
 import pytest
 
 from autoshard.compat.noise import quiet
+from tests.hardware import needs
 
 XLA = b"W1121 01:18:17.223898  27997 sharding.cc:263] [SPMD] Involuntary full rematerialization\n"
 
@@ -34,6 +36,21 @@ def test_it_nests(capfd):
     with quiet(), quiet():
         os.write(2, b"deep\n" + XLA)
     assert capfd.readouterr().err == "deep\n"
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("module", ["autoshard", "experiments"])
+def test_jax_is_imported_quietly_where_its_plugins_write(module: str):
+    """CUDA's wheels without a driver: `import jax` alone writes that none is found."""
+    needs("cuda")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}, jax"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
 
 
 def test_no_descriptor_leaks(capfd):
