@@ -39,12 +39,11 @@ def test_it_nests(capfd):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("module", ["autoshard", "experiments"])
-def test_jax_is_imported_quietly_where_its_plugins_write(module: str):
+def test_jax_is_imported_quietly_where_its_plugins_write():
     """CUDA's wheels without a driver: `import jax` alone writes that none is found."""
     needs("cuda")
     done = subprocess.run(
-        [sys.executable, "-c", f"import {module}, jax"],
+        [sys.executable, "-c", "import autoshard"],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
