@@ -1,5 +1,7 @@
 """When the array that the gradient of a lookup is added to is filled: early on GPUs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +16,11 @@ from autoshard.rungs.compile_job import CompileResult, compile_in_process, reque
 from autoshard.rungs.propagate import Propagator
 from autoshard.subjects import make_subject
 from autoshard.target import Target, find_target
+from autoshard.topology import Topology
 from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from tests.analysed import baseline
-from tests.hardware import needs
+from tests.hardware import gpu, needs, tpu
 
 ROWS, WIDTH, LAYERS, BATCH, LENGTH = 8192, 128, 6, 8, 128
 TABLE_BYTES = 4 * ROWS * WIDTH
@@ -45,9 +48,11 @@ def _subject(target: Target) -> Subject:
     return make_subject(trace(_looked_up(), (), False), target, "free", None)
 
 
-def _filled_from(name: str) -> tuple[int, int]:
+def _filled_from(topology: Topology) -> tuple[int, int]:
     """(position from which the gradient of the table has a buffer, where the last loop begins)."""
-    kernels = _subject(find_target(name)).analysis.kernels
+    here = find_target(jax.devices()[:8])
+    there = dataclasses.replace(here, devices=(), topology=topology, shared_host=False)
+    kernels = _subject(there).analysis.kernels
     (made,) = (
         v
         for v in np.flatnonzero(kernels.live_from >= 0).tolist()
@@ -58,9 +63,9 @@ def _filled_from(name: str) -> tuple[int, int]:
 
 
 def test_a_gradient_has_its_buffer_before_the_loop_on_gpus_alone() -> None:
-    from_, loop = _filled_from("h100:1x2")
+    from_, loop = _filled_from(gpu(1, 8))
     assert from_ <= loop
-    from_, loop = _filled_from("v5e:2x2")
+    from_, loop = _filled_from(tpu(2, 4))
     assert from_ > loop
 
 
