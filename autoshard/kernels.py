@@ -20,7 +20,7 @@ _PASSES_ON = BORDERS | {"stablehlo.optimization_barrier"}
 _FILLS_EARLY = frozenset({"cuda", "rocm"})
 """Platforms whose compiler fills what is scattered into before the loop that makes the rest of it.
 
-So seen with XLA:GPU (jax 0.10.2). libtpu 0.0.42 fills it when it is needed (docs/decisions/0026).
+So seen with XLA:GPU (jax 0.10.2). Not so libtpu 0.0.42, by the peaks it says (docs/decisions/0026).
 """
 
 
