@@ -6,7 +6,9 @@ keeps together; a logical axis is such a class, or several that repeated layers 
 """
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Iterator
 
 from autoshard import factors as factors_
 from autoshard.compat import factor_rules, stablehlo
@@ -57,7 +59,8 @@ class Axes:
       sites: the same for each site that survives lowering; sites left out are open.
       chains: (axis, ...) pairs of one matrix product's output axis that the next one contracts:
         sharding such an axis keeps both products local up to one all-reduce.
-      twice: the axes that some tensor holds twice.
+      meetings: (axis, axis) pairs of which some tensor holds the first along a dimension before
+        one of the second; both may be the same axis.
       opaque: operations the partitioner has no rule for, which count as replicated; and custom
         calls in manual regions.
     """
@@ -67,8 +70,13 @@ class Axes:
     outputs: tuple[Dimensions, ...]
     sites: dict[int, Dimensions]
     chains: tuple[str, ...]
-    twice: tuple[str, ...]
+    meetings: tuple[tuple[str, str], ...]
     opaque: tuple[str, ...]
+
+    @property
+    def twice(self) -> tuple[str, ...]:
+        """The axes that some tensor holds twice."""
+        return tuple(first for first, second in self.meetings if first == second)
 
     def axis(self, name: str) -> LogicalAxis:
         for axis in self.axes:
@@ -327,8 +335,8 @@ class _Namer:
                     for x, y in zip(known, found, strict=True)
                 )
         inputs = tuple(dimensions(d) for d in self.arguments)
-        twice = dict.fromkeys(
-            axis for dims in (*inputs, *by_site.values()) for axis in _held_twice(dims)
+        meetings = dict.fromkeys(
+            pair for dims in (*inputs, *by_site.values()) for pair in _meetings(dims)
         )
         return Axes(
             axes=axes,
@@ -346,7 +354,7 @@ class _Namer:
                     and not f.is_loop
                 )
             ),
-            twice=tuple(twice),
+            meetings=tuple(meetings),
             opaque=tuple(dict.fromkeys(self.ties.opaque)),
         )
 
@@ -459,6 +467,8 @@ class _Namer:
         return given
 
 
-def _held_twice(dims: Dimensions) -> list[str]:
-    held = [axis for dim in dims for axis, _ in dim if axis is not None]
-    return [axis for axis in dict.fromkeys(held) if held.count(axis) > 1]
+def _meetings(dims: Dimensions) -> Iterator[tuple[str, str]]:
+    """The axes of every two dimensions of an array, in the order in which they stand."""
+    held = [[axis for axis, _ in dim if axis is not None] for dim in dims]
+    for before, after in itertools.combinations(held, 2):
+        yield from itertools.product(before, after)

@@ -58,8 +58,9 @@ class Layout:
       mesh: (mesh axis, size) pairs, major to minor over the target's device order.
       compute: rules for compute sites (activations and their cotangents, parameters where used).
       storage: rules for storage sites (state, gradients, optimizer arithmetic).
-      occurrences: for a logical axis that some tensors hold twice, which of the two is sharded
-        there: (axis, 0 or 1); axes left out shard occurrence 0.
+      occurrences: which dimension of an array has a mesh axis that several claim: (axis, 1) for a
+        logical axis that gives way to later dimensions, whether they hold the same axis or another;
+        (axis, 0), as for axes left out, for one that does not.
       whole: what takes compute rules before it is used.
       as_written: keep the user's own sharding constraints and add none; the rules are then empty.
       wording: how many constraints put it into the program.

@@ -13,7 +13,8 @@ from autoshard.space import Space
 def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates one decision away.
 
-    A rule is another, or a level of `Whole`, or an occurrence; a mesh axis is divided or moved.
+    A rule is another, or a level of `Whole`; an axis gives way or does not, or all do; a mesh axis
+    is divided or moved.
     """
     return (near for near in drafts(space, candidate) if space.contains(near) is None)
 
@@ -75,9 +76,13 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
                     yield make(layout.mesh, freed, storage if axis.is_data else both, occurrences)
             if to != kept and not axis.is_data:
                 yield make(layout.mesh, compute, {**storage, a: to}, occurrences)
-    for a in space.held_twice(compute, storage):
+    contested = space.contested(compute, storage)
+    for a in contested:
         flipped = {**occurrences, a: 1 - occurrences.get(a, 0)}
         yield make(layout.mesh, compute, storage, flipped)
+    # Weights in a row are all divided by rows or all by columns: one alone pays for both.
+    for given in (0, 1):
+        yield make(layout.mesh, compute, storage, dict.fromkeys(contested, given))
 
 
 def _swapped(space: Space, layout: Layout) -> Iterator[Layout]:

@@ -45,6 +45,8 @@ class Space:
     _held: dict[Whole, frozenset[frozenset[str]]] = dataclasses.field(
         init=False, repr=False, compare=False
     )
+    # Of `Axes.meetings` those in which the first may give way; the batch does to others anyway.
+    _meetings: frozenset[tuple[str, str]] = dataclasses.field(init=False, repr=False, compare=False)
     _groups: SiteGroups = dataclasses.field(init=False, repr=False, compare=False)
     # Of the layouts last asked for: a layout is asked about several times in a row.
     _specs: dict[Layout, Specs] = dataclasses.field(
@@ -66,6 +68,13 @@ class Space:
         }
         found = {whole: _axes_of(arrays) for whole, arrays in held.items()}
         object.__setattr__(self, "_held", found)
+        batch = {axis.name for axis in self.axes.axes if axis.is_batch}
+        meetings = frozenset(
+            (first, second)
+            for first, second in self.axes.meetings
+            if (first in batch) == (second in batch)
+        )
+        object.__setattr__(self, "_meetings", meetings)
         object.__setattr__(self, "_groups", grouped(self.axes, self.sites))
 
     @property
@@ -115,8 +124,8 @@ class Space:
         fixed |= self._taken_in_part(layout)
         layout = dataclasses.replace(layout, whole=self._least_whole(layout))
         found = layout.canonical(frozenset(fixed))
-        ruled = {axis for axis, _ in (*found.compute, *found.storage)}
-        chosen = tuple((a, o) for a, o in found.occurrences if a in ruled)
+        contested = self.contested(dict(found.compute), dict(found.storage))
+        chosen = tuple((a, o) for a, o in found.occurrences if a in contested)
         found = dataclasses.replace(found, occurrences=chosen)
         only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
         if only is None or layout.as_written:
@@ -295,25 +304,36 @@ class Space:
                     found.append(to)
         return found
 
-    def held_twice(self, *tables: Mapping[str, tuple[str, ...]]) -> list[str]:
-        """The axes of which one of two occurrences is to be chosen: those with rules.
+    def contested(self, *tables: Mapping[str, tuple[str, ...]]) -> list[str]:
+        """The axes that may give way (`Layout.occurrences`), in the order of `axes`.
+
+        Those that stand in some array before another, or before themselves, that claims a mesh axis
+        which they claim too.
 
         Args:
           tables: rules by axis; those that the user fixed may be left out.
         """
-        ruled = {a for table in tables for a, to in table.items() if to} | dict(self.pinned).keys()
-        return [axis for axis in self.axes.twice if axis in ruled]
+        found: set[str] = set()
+        for table in tables:
+            ruled = {axis: set(to) for axis, to in (dict(self.pinned) | dict(table)).items() if to}
+            found |= {
+                first
+                for first, second in itertools.product(ruled, repeat=2)
+                if (first, second) in self._meetings and ruled[first] & ruled[second]
+            }
+        return [axis.name for axis in self.axes.axes if axis.name in found]
 
     def size(self) -> int:
-        """How many layouts `enumerate` would go through (before equal ones are told)."""
+        """How many layouts `enumerate` goes through at most (before equal ones are told)."""
         total = 0
+        giving = {first for first, _ in self._meetings}
         for mesh in self.meshes:
-            one: int = 2 ** len(self.held_twice())
+            one: int = 2 ** len(giving.intersection(axis for axis, _ in self.pinned))
             for axis in self.shardable():
                 n = len(self.options(axis, mesh))
                 ways = n if axis.is_data else n * n
-                # All but the one without a rule leave an occurrence to choose.
-                one *= 2 * ways - 1 if axis.name in self.axes.twice else ways
+                # All but the one without a rule may leave a choice of giving way.
+                one *= 2 * ways - 1 if axis.name in giving else ways
             total += one
         return total * (1 + sum(bool(held) for held in self._held.values()))
 
@@ -331,10 +351,10 @@ class Space:
                 compute = {a.name: c for a, (c, _) in zip(axes, picked, strict=True)}
                 pairs = zip(axes, picked, strict=True)
                 storage = {a.name: s for a, (_, s) in pairs if not a.is_data}
-                twice = self.held_twice(compute, storage)
-                flips = itertools.product((0, 1), repeat=len(twice))
+                contested = self.contested(compute, storage)
+                flips = itertools.product((0, 1), repeat=len(contested))
                 for flipped, whole in itertools.product(flips, Whole):
-                    occurrences = dict(zip(twice, flipped, strict=True))
+                    occurrences = dict(zip(contested, flipped, strict=True))
                     layout = self.layout(mesh, compute, storage, occurrences, whole)
                     if layout not in seen:
                         seen.add(layout)
@@ -355,8 +375,8 @@ class Space:
                 if not axis.is_data:
                     storage[axis.name] = to if rng.random() < 0.6 else rng.choice(options)
             whole = rng.choice(list(Whole))
-            twice = self.held_twice(compute, storage)
-            occurrences = {axis: rng.randrange(2) for axis in twice}
+            contested = self.contested(compute, storage)
+            occurrences = {axis: rng.randrange(2) for axis in contested}
             layout = self.layout(mesh, compute, storage, occurrences, whole)
             candidate = self.candidate(layout)
             if self.contains(candidate) is None:

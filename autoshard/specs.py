@@ -111,7 +111,7 @@ class _Resolver:
         # Mesh axes as the canonical layout has them: all spellings of one say the same.
         self.counted = frozenset(name for name, _ in layout.canonical().mesh)
         self.tables = {True: dict(layout.storage), False: dict(layout.compute)}
-        self.occurrence = dict(layout.occurrences)
+        self.giving_way = frozenset(axis for axis, given in layout.occurrences if given)
         self.dropped: dict[str, None] = {}
         self.used: set[tuple[bool, str]] = set()
         self._memo: dict[tuple[Dimensions, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
@@ -161,12 +161,13 @@ class _Resolver:
     ) -> tuple[SiteSpec, tuple[str, ...]]:
         """The spec of a value, and how its sentences on what was dropped go on after its path."""
         storage = storage and elements(dims, self.loops) > self.small
-        claims = self._claims(dims, self.tables[storage])
+        table = self.tables[storage]
+        claims = [[table.get(axis, ()) if axis is not None else () for axis, _ in d] for d in dims]
         taken: set[str] = set()
         spec: list[tuple[str, ...]] = [() for _ in dims]
         is_open = [False for _ in dims]
         dropped: list[str] = []
-        for d in range(len(dims)) if storage else self._in_turn(dims, claims, batch_first):
+        for d in self._in_turn(dims, claims, storage, batch_first):
             here: list[str] = []
             blocked = False
             lost = False
@@ -196,44 +197,35 @@ class _Resolver:
             is_open[d] = not known or (lost and not here)
         return SiteSpec(spec=tuple(spec), open=tuple(is_open)), tuple(dropped)
 
-    def _claims(
-        self, dims: Dimensions, table: Mapping[str, tuple[str, ...]]
-    ) -> list[list[tuple[str, ...]]]:
-        """For each part of each dimension its rule; () too where an earlier occurrence has it."""
-        held = [axis for dim in dims for axis, _ in dim]
-        passed: dict[str, int] = {}
-        claims: list[list[tuple[str, ...]]] = []
-        for dim in dims:
-            claims.append([])
-            for axis, _ in dim:
-                rule = table.get(axis, ()) if axis is not None else ()
-                if rule and axis is not None and held.count(axis) > 1:
-                    passed[axis] = passed.get(axis, 0) + 1
-                    if passed[axis] - 1 < self.occurrence.get(axis, 0):
-                        rule = ()
-                claims[-1].append(rule)
-        return claims
-
     def _in_turn(
-        self, dims: Dimensions, claims: list[list[tuple[str, ...]]], batch_first: bool
+        self,
+        dims: Dimensions,
+        claims: list[list[tuple[str, ...]]],
+        storage: bool,
+        batch_first: bool,
     ) -> list[int]:
         """The dimensions in the order in which they take mesh axes.
 
-        Where the batch is not first, who asks for fewer comes first, and the batch last among
-        equals: batch over x+y and experts over y give experts y and the batch x. Else the
-        dimensions stand as they are.
+        By compute rules, where the batch is not first, who asks for fewer comes first, and the
+        batch last among equals: batch over x+y and experts over y give experts y and the batch x.
+        Else the dimensions stand as they are, but for those that give way to later ones.
         """
 
-        def turn(d: int) -> tuple[int, bool]:
+        def turn(d: int) -> tuple[int, bool, int]:
+            ruled = [
+                (axis, rule) for (axis, _), rule in zip(dims[d], claims[d], strict=True) if rule
+            ]
+            way = -d if any(axis in self.giving_way for axis, _ in ruled) else -len(dims)
+            if storage:
+                return 0, False, way
             asked = [
                 (
                     0 if batch_first else len(self.counted.intersection(rule)),
                     (axis in self.batch) != batch_first,
                 )
-                for (axis, _), rule in zip(dims[d], claims[d], strict=True)
-                if rule
+                for axis, rule in ruled
             ]
-            return min(asked, default=(0, False))
+            return *min(asked, default=(0, False)), way
 
         return sorted(range(len(dims)), key=turn)
 

@@ -1,8 +1,8 @@
 """Search baselines: strategies that know nothing of layouts, over the same space.
 
 The space as a table of categorical parameters: a mesh shape, for every logical axis the mesh axes
-of its compute rule and of its storage rule, which of two occurrences of an axis is divided, and how
-far arrays stay whole. What the space does not contain is drawn again and not counted.
+of its compute rule and of its storage rule, which axes give way, and how far arrays stay whole.
+What the space does not contain is drawn again and not counted.
 """
 
 import random
@@ -52,7 +52,7 @@ def draw(space: Space, choose: Choose) -> Candidate:
     whole = Whole(choose("whole", tuple(Whole)))
     occurrences = {
         axis: int(choose(f"occurrence {axis}", ("0", "1")))
-        for axis in space.held_twice(compute, storage)
+        for axis in space.contested(compute, storage)
     }
     return space.candidate(space.layout(mesh, compute, storage, occurrences, whole))
 

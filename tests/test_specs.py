@@ -180,6 +180,61 @@ def test_which_occurrence_of_an_axis_held_twice_is_sharded(occurrence: int) -> N
     assert spec == ((("x",), ()) if occurrence == 0 else ((), ("x",)))
 
 
+@pytest.mark.parametrize("giving_way", [(), (0,), (0, 1)])
+def test_which_of_two_axes_has_the_mesh_axis_that_both_claim(giving_way: tuple[int, ...]) -> None:
+    embed, mlp = "a[0]:32", "a[1]:48"
+    both = rules({embed: "x", mlp: "x"})
+    layout = Layout(
+        mesh=(("x", 8),),
+        compute=both,
+        storage=both,
+        occurrences=tuple(((embed, mlp)[i], 1) for i in giving_way),
+    )
+    specs = apply("custom_derivatives", layout)
+    rows, columns = (("x",), ()), ((), ("x",))
+    assert spec_of("custom_derivatives", specs, "state['a']") == (columns if giving_way else rows)
+    assert spec_of("custom_derivatives", specs, "state['b']") == (
+        columns if giving_way == (0, 1) else rows
+    )
+    # Where parameters are used, too: each is divided in one way alone.
+    axes = subject("custom_derivatives").analysis.axes
+    of_weights = {
+        (at.spec, tuple(axis for dim in axes.sites[i] for axis, _ in dim))
+        for i, at in specs.sites.items()
+        if i in axes.sites
+    }
+    assert {spec for spec, held in of_weights if held == (embed, mlp)} == {
+        columns if giving_way else rows
+    }
+
+
+def test_an_axis_does_not_give_way_to_one_that_does_not_divide() -> None:
+    layout = Layout(
+        mesh=(("x", 32),),
+        storage=rules({"a[0]:32": "x", "a[1]:48": "x"}),
+        occurrences=(("a[0]:32", 1),),
+    )
+    specs = apply("custom_derivatives", layout)
+    assert spec_of("custom_derivatives", specs, "state['a']") == (("x",), ())
+
+
+@pytest.mark.parametrize("giving_way", [0, 1])
+def test_square_weights_in_a_row_all_divided_alike(giving_way: int) -> None:
+    of = subject("equal_width_mlp")
+    axes = [a.name for a in of.analysis.axes.axes if not a.is_batch]
+    both = rules(dict.fromkeys(axes, "x"))
+    layout = Layout(
+        mesh=(("x", 8),),
+        compute=both,
+        storage=both,
+        occurrences=tuple((axis, giving_way) for axis in axes),
+    )
+    expected = ((), ("x",)) if giving_way else (("x",), ())
+    weights = of.space.specs(layout).inputs[: len(of.analysis.program.state)]
+    assert weights == (expected,) * 4
+    assert worst_error(of, run(of, layout), run_plain(of)) < 1e-4
+
+
 def test_the_key_tells_equal_layouts() -> None:
     a = apply("rnn", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
     b = apply("rnn", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))

@@ -53,7 +53,7 @@ def rules_in_words(layout: Layout) -> str:
         parts.append(_WHOLE[layout.whole])
     if layout.wording is not Wording.LEAN:
         parts.append(f"wording: {layout.wording}")
-    parts += [f"occurrence {o} of {g}" for g, o in layout.occurrences]
+    parts += [f"{axis} gives way" for axis, given in layout.occurrences if given]
     return "; ".join(parts) or "everything replicated"
 
 

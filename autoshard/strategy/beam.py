@@ -1,9 +1,11 @@
-"""Beam search: the neighbours of the best candidates so far, until the best have none left.
+"""Beam search: the neighbours of the best candidates so far that have any left.
 
-Beam search as in Lowerre (1976), on the graph of one-decision changes; a few random candidates in
-each ask keep it from resting in one basin. The start comes from the history (the baselines).
+Beam search as in Lowerre (1976), on the graph of one-decision changes; where the best have no
+neighbours left, the next best take their places. A few random candidates in each ask keep it from
+resting in one basin. The start comes from the history (the baselines).
 """
 
+import itertools
 import random
 
 from autoshard.layout import Candidate
@@ -13,10 +15,10 @@ from autoshard.strategy.base import Seen, score
 
 
 class Beam:
-    """Asks for neighbours of the `width` best candidates.
+    """Asks for neighbours of the `width` best candidates that have some left.
 
     Attributes:
-      width: how many of the best are kept open.
+      width: how many are kept open.
       batch: candidates in one ask.
       explore: how many of them are random.
     """
@@ -35,30 +37,27 @@ class Beam:
             (s for s in history if not s.candidate.layout.as_written),
             key=lambda s: (score(s.outcome, self._memory_bytes), s.candidate.key),
         )
-        best: list[Seen] = []
         scores: set[tuple[float, float]] = set()
+        found: list[Candidate] = []
+        rank = 0
         for seen in ranked:
             value = score(seen.outcome, self._memory_bytes)
-            if value not in scores:  # equal programs are one
-                scores.add(value)
-                best.append(seen)
-            if len(best) == self.width:
-                break
-        found: list[Candidate] = []
-        for rank, seen in enumerate(best):
+            if value in scores:  # equal programs are one
+                continue
+            scores.add(value)
             first, others = self._near(space, seen.candidate)
             rest = [c for c in others if c not in done]
             rng.shuffle(rest)
             # Few, and they decide on which links all the rest lies.
-            fresh = [*(c for c in first if c not in done), *rest]
+            fresh = (*(c for c in first if c not in done), *rest)
             share = max(4, (self.batch - self.explore) >> (rank + 1))
-            for candidate in fresh:
-                if share == 0:
-                    break
-                if self._contains(space, candidate):
-                    done.add(candidate)
-                    found.append(candidate)
-                    share -= 1
+            members = (c for c in fresh if self._contains(space, c))
+            taken = list(itertools.islice(members, share))
+            done.update(taken)
+            found += taken
+            rank += bool(taken)
+            if rank == self.width:
+                break
         if not found and history:
             return ()
         for _ in range(self.explore if history else self.batch):

@@ -1,5 +1,6 @@
 """Laws that every strategy keeps: pure in (space, seed, history), inside the space, finite."""
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable
@@ -156,3 +157,12 @@ def test_beam_goes_down_hill(space: Space, start: tuple[Seen, ...]) -> None:
     for _ in range(6):
         history += tuple(told(c) for c in beam.ask(space, 0, history))
     assert max(count(s.candidate) for s in history) > before
+
+
+def test_a_beam_goes_on_from_the_next_best_until_nothing_is_left(space: Space) -> None:
+    one_mesh = dataclasses.replace(space, meshes=((("x", 8),),))
+    every = list(one_mesh.enumerate())
+    strategy = Beam(MEMORY_BYTES, width=1, batch=8, explore=1)
+    asks = search(strategy, one_mesh, 0, len(every), (tell(every[0]),))
+    assert () in asks
+    assert {every[0], *itertools.chain(*asks)} == set(every)
