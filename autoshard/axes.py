@@ -73,11 +73,6 @@ class Axes:
     meetings: tuple[tuple[str, str], ...]
     opaque: tuple[str, ...]
 
-    @property
-    def twice(self) -> tuple[str, ...]:
-        """The axes that some tensor holds twice."""
-        return tuple(first for first, second in self.meetings if first == second)
-
     def axis(self, name: str) -> LogicalAxis:
         for axis in self.axes:
             if axis.name == name:

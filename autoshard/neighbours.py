@@ -29,10 +29,9 @@ def drafts(space: Space, candidate: Candidate) -> Iterator[Candidate]:
         yield swapped
     for layout in (candidate.layout, *_divided(space, candidate.layout)):
         for near in _changed(space, layout):
-            near = space.canonical(near)
             if near not in seen:
                 seen.add(near)
-                yield space.candidate(near)
+                yield Candidate(layout=near, knobs=space.knobs)  # canonical already
 
 
 def swaps(space: Space, candidate: Candidate) -> Iterator[Candidate]:
@@ -42,7 +41,7 @@ def swaps(space: Space, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
-    """Layouts one decision away."""
+    """Canonical layouts one decision away."""
     for whole in Whole:
         if whole is not layout.whole:
             yield space.effective(dataclasses.replace(layout, whole=whole))

@@ -147,13 +147,14 @@ def test_a_recurrent_weight_holds_one_axis_twice() -> None:
     axes = axes_of("rnn")
     hidden = axis_at("rnn", "state['recurrent']", 0).name
     assert axis_at("rnn", "state['recurrent']", 1).name == hidden
-    assert hidden in axes.twice
+    assert (hidden, hidden) in axes.meetings
     assert axis_at("rnn", "batch[0]", 1).is_loop  # time
 
 
 def test_attention_scores_hold_the_sequence_twice() -> None:
     sequence = axis_at("scanned_gpt", "batch", 1).name
-    assert axes_of("scanned_gpt").twice == (sequence,)
+    meetings = axes_of("scanned_gpt").meetings
+    assert [first for first, second in meetings if first == second] == [sequence]
 
 
 def test_tied_embedding_has_one_vocabulary() -> None:

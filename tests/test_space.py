@@ -101,7 +101,8 @@ def test_a_small_space_is_enumerated_whole(name: str, giving_way: set[str]) -> N
 
 def test_no_occurrence_is_chosen_for_an_axis_without_a_rule() -> None:
     space = subject("rnn").space
-    (axis,) = space.axes.twice
+    axis = "recurrent[0]:64"
+    assert space.contested({axis: ("x",)}) == [axis]
     for rule in (None, "y"):  # a mesh axis of one device is no rule either
         layout = Layout(
             mesh=(("x", 8), ("y", 1)),

@@ -170,7 +170,7 @@ def test_an_accumulated_batch_is_fed_in_whole_pieces() -> None:
 
 @pytest.mark.parametrize("occurrence", [0, 1])
 def test_which_occurrence_of_an_axis_held_twice_is_sharded(occurrence: int) -> None:
-    (axis,) = subject("rnn").analysis.axes.twice
+    axis = "recurrent[0]:64"
     layout = Layout(
         mesh=(("x", 8),),
         storage=rules({axis: "x"}),
