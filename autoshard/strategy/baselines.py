@@ -33,7 +33,7 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
 
     Those the space does not contain (a batch that does not divide, a fixed mesh of another shape)
     are left out. Tensor parallel may appear several times: one for each way to choose axes so that
-    no weight is cut twice.
+    no weight is cut twice; and one more, in which each weight in a row is cut by columns.
     """
     count = math.prod(n for _, n in space.meshes[0]) if space.meshes else 1
     found: list[Baseline] = []
@@ -67,6 +67,10 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         for cut in _tensor_axes(space, count):
             to = dict.fromkeys(cut, every)
             add("tensor parallel", space.layout(mesh, to, to))
+        chain = _chain(space, count)
+        to = dict.fromkeys(chain, every)  # weights in a row by columns
+        by_columns = space.layout(mesh, to, to, dict.fromkeys(chain, 1))
+        add("tensor parallel", space.effective(by_columns))
     for mesh in _two_axis_meshes(space, count):
         (data, n), (model, m) = mesh
         for cut in _tensor_axes(space, m):
@@ -146,14 +150,18 @@ def _storage(
         chosen.append(best)
 
 
+def _chain(space: Space, ways: int) -> list[str]:
+    """Axes that one product makes and the next one sums over, of those that so many ways divide."""
+    return [a for a in space.axes.chains if space.axes.axis(a).size % ways == 0]
+
+
 def _tensor_axes(space: Space, ways: int) -> list[tuple[str, ...]]:
     """Ways to cut products into columns and rows: axes that one makes and the next one sums over.
 
     No two axes of one choice are held by one state leaf. A choice is grown from each axis in turn,
     taking next the axis that most intermediate values hold.
     """
-    known = {a.name: a for a in space.axes.axes}
-    chain = [a for a in space.axes.chains if known[a].size % ways == 0]
+    chain = _chain(space, ways)
     leaves = [
         {axis for dim in dims for axis, _ in dim if axis is not None}
         for dims in space.axes.inputs[: len(space.program.state)]
