@@ -46,7 +46,7 @@ class Space:
         init=False, repr=False, compare=False
     )
     # Of `Axes.meetings` those in which the first may give way; the batch does to others anyway.
-    _meetings: frozenset[tuple[str, str]] = dataclasses.field(init=False, repr=False, compare=False)
+    _rivals: frozenset[tuple[str, str]] = dataclasses.field(init=False, repr=False, compare=False)
     _groups: SiteGroups = dataclasses.field(init=False, repr=False, compare=False)
     # Of the layouts last asked for: a layout is asked about several times in a row.
     _specs: dict[Layout, Specs] = dataclasses.field(
@@ -69,12 +69,12 @@ class Space:
         found = {whole: _axes_of(arrays) for whole, arrays in held.items()}
         object.__setattr__(self, "_held", found)
         batch = {axis.name for axis in self.axes.axes if axis.is_batch}
-        meetings = frozenset(
+        rivals = frozenset(
             (first, second)
             for first, second in self.axes.meetings
             if (first in batch) == (second in batch)
         )
-        object.__setattr__(self, "_meetings", meetings)
+        object.__setattr__(self, "_rivals", rivals)
         object.__setattr__(self, "_groups", grouped(self.axes, self.sites))
 
     @property
@@ -319,14 +319,14 @@ class Space:
             found |= {
                 first
                 for first, second in itertools.product(ruled, repeat=2)
-                if (first, second) in self._meetings and ruled[first] & ruled[second]
+                if (first, second) in self._rivals and ruled[first] & ruled[second]
             }
         return [axis.name for axis in self.axes.axes if axis.name in found]
 
     def size(self) -> int:
         """How many layouts `enumerate` goes through at most (before equal ones are told)."""
         total = 0
-        giving = {first for first, _ in self._meetings}
+        giving = {first for first, _ in self._rivals}
         for mesh in self.meshes:
             one: int = 2 ** len(giving.intersection(axis for axis, _ in self.pinned))
             for axis in self.shardable():
