@@ -100,7 +100,8 @@ class Fusion:
         gathers = ops.op_of[v] == "stablehlo.gather"
         if gathers:
             reads[v] = 1.0
-        parts = dict.fromkeys(ops.operands[v][gathers:], 1.0)
+        parts: dict[int, float] = {}
+        self._ask(v, 1.0, ops.operands[v][gathers:], parts)
         waiting = [-i for i in parts]
         heapq.heapify(waiting)
         while waiting:
@@ -111,22 +112,26 @@ class Fusion:
                 continue
             flops += part * ops.own_flops[i]
             transposed += self._transposed(i)
-            slices = ops.op_of[i] in SLICES
             for operand in ops.operands[i]:
                 if operand not in parts:
                     heapq.heappush(waiting, -operand)
-                before = parts.get(operand, 0.0)
-                if slices:  # each needs other elements
-                    parts[operand] = before + part * ops.elements[i] / max(
-                        ops.elements[operand], 1.0
-                    )
-                else:
-                    parts[operand] = max(before, part)
+            self._ask(i, part, ops.operands[i], parts)
         if ops.op_of[v] == _PRODUCT and not self._by_cost:
             for operand in {self._plain(t.value) for t in transposed}:
                 if operand in reads and self._is_copied(operand):
                     reads[operand] += 2.0  # to copy it, and what is written then
         return reads, flops, transposed
+
+    def _ask(self, v: int, part: float, operands: list[int], parts: dict[int, float]) -> None:
+        """Adds to the parts of values that a kernel needs what part of a value needs of them."""
+        slices = self._ops.op_of[v] in SLICES
+        for operand in operands:
+            before = parts.get(operand, 0.0)
+            if slices:  # each needs other elements
+                cut = self._ops.elements[v] / max(self._ops.elements[operand], 1.0)
+                parts[operand] = before + part * cut
+            else:
+                parts[operand] = max(before, part)
 
     def _plain(self, v: int) -> int:
         """The value that operations which cost nothing made this one of."""

@@ -58,6 +58,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], *tuple[tuple[int, ...], ...]]] = {
     "squares summed": (lambda x, y: (lambda z: (jnp.mean(z * z, -1), z - 1))(x + y), X, Y),
     "summed where positive": (lambda x: jnp.sum(jnp.where(x > 0, x * 2, 0.0), -1), X),
     "padded for two": (lambda x: both(jnp.pad(x * 2, ((0, 0), (1, 1), (0, 0)))), X),
+    "a slice": (lambda x: x[:, 8:16], X),
     "joined for two": (lambda x, y: both(jnp.concatenate([x * 2, y + 1], axis=1)), X, Y),
 }
 
@@ -143,6 +144,16 @@ def test_what_a_product_needs_transposed_is_copied_for_it() -> None:
     shapes = (8, 64, 96), (96, 128), (8, 64, 128)
     kernels, seen = kernels_of(gradients, *shapes), counts(compiled(gradients, *shapes))
     assert traffic(kernels) == pytest.approx(seen.bytes_accessed, rel=0.01)
+
+
+def scanned(weights, x):  # type: ignore[no-untyped-def]
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+
+def test_a_loop_reads_of_what_it_is_given_the_turn_s_slice() -> None:
+    shapes = (32, 96, 96), (4, 96)  # the weights of all turns are 32 times what one turn needs
+    kernels, seen = kernels_of(scanned, *shapes), counts(compiled(scanned, *shapes))
+    assert traffic(kernels) == pytest.approx(seen.bytes_accessed, rel=0.1)
 
 
 @jax.grad
