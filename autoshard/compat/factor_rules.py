@@ -1,6 +1,6 @@
 """How each operation shards: Shardy's factor mappings, and those that it lacks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -47,15 +47,15 @@ def give_rules(module: Operation) -> None:
             op.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
 
 
-def bind_rules(main: Operation, attributes: Attributes) -> None:
+def bind_rules(operations: Iterable[Operation], attributes: Attributes) -> None:
     """Has Shardy reshard what does not follow a rule of `give_rules`, as it does for its own.
 
     It spares operations whose rule is the user's own; that is what keeps the rule until then.
 
     Args:
-      main: after propagation, before reshards become explicit.
+      operations: of main, after propagation, before reshards become explicit.
     """
-    for op in walk(main.regions[0].blocks[0]):
+    for op in operations:
         if is_given(op.name) and "sdy.sharding_rule" in op.attributes:
             rule = str(op.attributes["sdy.sharding_rule"])
             op.attributes["sdy.sharding_rule"] = attributes(rule.replace(", custom>", ">"))

@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import stablehlo as dialect
 
 from autoshard.compat.reshards import Division, bring_operand, division, make_result, without
 from autoshard.compat.shardings import Attributes
-from autoshard.compat.stablehlo import Operation, Value, bytes_of, in_manual, shape_of, walk
+from autoshard.compat.stablehlo import Operation, Value, bytes_of, in_manual, shape_of
 from autoshard.subaxes import axis_name, named_part, ways
 
 LOOKUPS = frozenset({"stablehlo.gather", "stablehlo.scatter"})
@@ -63,13 +63,16 @@ class _Lookup(NamedTuple):
     single: frozenset[int]
 
 
-def keep_tables(main: Operation, sizes: dict[str, int], attributes: Attributes) -> None:
+def keep_tables(
+    operations: Iterable[Operation], sizes: dict[str, int], attributes: Attributes
+) -> None:
     """Reshards what is looked up, or the table, wherever XLA would rather do that than gather it.
 
     Args:
-      main: with the shardings that propagation found, before reshards become explicit.
+      operations: of main, with the shardings that propagation found, before reshards become
+        explicit.
     """
-    for op in walk(main.regions[0].blocks[0]):
+    for op in operations:
         lookup = _lookup_of(op)
         if lookup is None or in_manual(op):  # there some axes are not spare
             continue

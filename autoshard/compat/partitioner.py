@@ -32,12 +32,12 @@ def propagate(
       names: of the operations that the module has.
     """
     run_passes(module, _PROPAGATE)
-    main = main_function(module)
+    operations = walk(main_function(module).regions[0].blocks[0])
     if names & LOOKUPS:
-        keep_tables(main, sizes, attributes)
-    keep_sums(main, attributes)
+        keep_tables(operations, sizes, attributes)
+    keep_sums(operations, attributes)
     if any(is_given(name) for name in names):
-        bind_rules(main, attributes)
+        bind_rules(operations, attributes)
     run_passes(module, _RESHARD)
 
 

@@ -8,19 +8,22 @@ libtpu 0.0.42 for v5e). Shardy takes the way that sends less, and gathers the op
 over few rows.
 """
 
+from collections.abc import Iterable
+
 from autoshard.compat.reshards import division, make_result, without
 from autoshard.compat.shardings import Attributes
-from autoshard.compat.stablehlo import Operation, product_dimensions, walk
+from autoshard.compat.stablehlo import Operation, product_dimensions
 from autoshard.subaxes import axis_name
 
 
-def keep_sums(main: Operation, attributes: Attributes) -> None:
+def keep_sums(operations: Iterable[Operation], attributes: Attributes) -> None:
     """Has every product make whole what Shardy would divide over the mesh axes that it sums over.
 
     Args:
-      main: with the shardings that propagation found, before reshards become explicit.
+      operations: of main, with the shardings that propagation found, before reshards become
+        explicit.
     """
-    for op in walk(main.regions[0].blocks[0]):
+    for op in operations:
         if op.name == "stablehlo.dot_general":
             _keep_sum(op, attributes)
 

@@ -100,12 +100,12 @@ def test_mesh_axes_to_spare_go_to_one_dimension_each(
     """The lookups are divided along two dimensions, the table's rows over both mesh axes."""
     written: list[tuple[tuple[str, ...], ...]] = []
 
-    def keep(main, sizes, attributes):  # type: ignore[no-untyped-def]
+    def keep(operations, sizes, attributes):  # type: ignore[no-untyped-def]
         def noting(text: str) -> stablehlo.Attribute:
             written.append(shardings.parse_sharding(text))
             return attributes(text)
 
-        lookups.keep_tables(main, sizes, noting)
+        lookups.keep_tables(operations, sizes, noting)
 
     monkeypatch.setattr(partitioner, "keep_tables", keep)
     of = analyse(embedding(batch))
