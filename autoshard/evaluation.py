@@ -49,7 +49,7 @@ class Evaluation:
             mesh=layout.mesh,
             compute=rules({a: compute[b] for a, b in names.items() if b in compute}),
             storage=rules({a: storage[b] for a, b in names.items() if b in storage}),
-            occurrences=named_here(layout.occurrences, names),
+            giving_way=named_here(layout.giving_way, names),
             whole=layout.whole,
         )
         sites = analysis.sites
@@ -83,16 +83,13 @@ class Evaluation:
         return run, out_tree
 
 
-def named_here(
-    occurrences: tuple[tuple[str, int], ...], names: Mapping[str, str]
-) -> tuple[tuple[str, int], ...]:
-    """The plan's occurrences by the names that its axes have in an evaluation function.
+def named_here(axes: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
+    """Some of the plan's axes by the names that they have in an evaluation function.
 
-    >>> named_here((("rows", 1), ("gone", 1)), {"a": "rows", "b": "rows", "c": "columns"})
-    (('a', 1), ('b', 1))
+    >>> named_here(("rows", "gone"), {"a": "rows", "b": "rows", "c": "columns"})
+    ('a', 'b')
     """
-    of_plan = dict(occurrences)
-    return tuple(sorted((here, of_plan[p]) for here, p in names.items() if p in of_plan))
+    return tuple(sorted(here for here, of_plan in names.items() if of_plan in axes))
 
 
 def _plans_names(program: Program, axes: Axes, plan: "Plan") -> dict[str, str]:

@@ -5,6 +5,7 @@ import enum
 import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autoshard.errors import LayoutError
 
@@ -58,9 +59,8 @@ class Layout:
       mesh: (mesh axis, size) pairs, major to minor over the target's device order.
       compute: rules for compute sites (activations and their cotangents, parameters where used).
       storage: rules for storage sites (state, gradients, optimizer arithmetic).
-      occurrences: which dimension of an array has a mesh axis that several claim: (axis, 1) for a
-        logical axis that gives way to later dimensions, whether they hold the same axis or another;
-        (axis, 0), as for axes left out, for one that does not.
+      giving_way: logical axes that leave a mesh axis which several dimensions of an array claim to
+        the later ones, whether they hold the same axis or another; without order.
       whole: what takes compute rules before it is used.
       as_written: keep the user's own sharding constraints and add none; the rules are then empty.
       wording: how many constraints put it into the program.
@@ -69,7 +69,7 @@ class Layout:
     mesh: tuple[tuple[str, int], ...]
     compute: Rules = ()
     storage: Rules = ()
-    occurrences: tuple[tuple[str, int], ...] = ()
+    giving_way: tuple[str, ...] = ()
     whole: Whole = Whole.NOTHING
     as_written: bool = False
     wording: Wording = Wording.LEAN
@@ -124,7 +124,7 @@ class Layout:
             mesh=tuple(keep),
             compute=rules(compute),
             storage=rules(storage),
-            occurrences=tuple(sorted((g, o) for g, o in self.occurrences if o)),
+            giving_way=tuple(sorted(set(self.giving_way))),
             whole=self.whole if rules(storage) != rules(compute) else Whole.NOTHING,
             as_written=self.as_written,
             wording=Wording.LEAN if self.as_written or not keep else self.wording,
@@ -157,7 +157,7 @@ class Layout:
             "mesh": [[name, size] for name, size in self.mesh],
             "compute": {axis: list(to) for axis, to in self.compute},
             "storage": {axis: list(to) for axis, to in self.storage},
-            "occurrences": dict(self.occurrences),
+            "giving_way": list(self.giving_way),
             **({"whole": str(self.whole)} if self.whole != "nothing" else {}),
             "as_written": self.as_written,
             **({"wording": str(self.wording)} if self.wording != "lean" else {}),
@@ -177,13 +177,22 @@ class Layout:
                 mesh=tuple((str(name), int(size)) for name, size in data["mesh"]),
                 compute=rules(data["compute"]),
                 storage=rules(data["storage"]),
-                occurrences=tuple(sorted((str(g), int(o)) for g, o in data["occurrences"].items())),
+                giving_way=_giving_way(data),
                 whole=_whole(data),
                 as_written=bool(data["as_written"]),
                 wording=Wording(data.get("wording", "lean")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LayoutError(f"not a layout: {error!r} in {json.dumps(data)[:200]}") from error
+
+
+def _giving_way(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of a layout's JSON; until 0.1 it said `occurrences`, with 1 for each that does."""
+    if "giving_way" in data:
+        if not isinstance(data["giving_way"], list):
+            raise TypeError("giving_way is a list of axes")
+        return tuple(sorted(map(str, data["giving_way"])))
+    return tuple(sorted(str(axis) for axis, given in data["occurrences"].items() if int(given)))
 
 
 def _whole(data: Mapping[str, object]) -> Whole:

@@ -47,7 +47,7 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
             yield space.effective(dataclasses.replace(layout, whole=whole))
     make = functools.partial(space.layout, whole=layout.whole)
     compute, storage = dict(layout.compute), dict(layout.storage)
-    occurrences = dict(layout.occurrences)
+    giving_way = layout.giving_way
     for axis in space.shardable():
         a = axis.name
         old, kept = compute.get(a, ()), storage.get(a, ())
@@ -55,12 +55,12 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
             if to != old:
                 changed = {**compute, a: to}
                 if not axis.is_data:
-                    yield make(layout.mesh, changed, storage, occurrences)
+                    yield make(layout.mesh, changed, storage, giving_way)
                 yield make(
                     layout.mesh,
                     changed,
                     storage if axis.is_data else {**storage, a: to},
-                    occurrences,
+                    giving_way,
                 )
                 # The mesh axes may have been at work elsewhere: move them here.
                 freed = {
@@ -72,16 +72,16 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
                         b: freed.get(b, was) if storage.get(b) == compute.get(b) else was
                         for b, was in {**storage, a: to}.items()
                     }
-                    yield make(layout.mesh, freed, storage if axis.is_data else both, occurrences)
+                    yield make(layout.mesh, freed, storage if axis.is_data else both, giving_way)
             if to != kept and not axis.is_data:
-                yield make(layout.mesh, compute, {**storage, a: to}, occurrences)
+                yield make(layout.mesh, compute, {**storage, a: to}, giving_way)
     contested = space.contested(compute, storage)
     for a in contested:
-        flipped = {**occurrences, a: 1 - occurrences.get(a, 0)}
+        flipped = {*giving_way} ^ {a}
         yield make(layout.mesh, compute, storage, flipped)
     # Weights in a row are all divided by rows or all by columns: one alone pays for both.
-    for given in (0, 1):
-        yield make(layout.mesh, compute, storage, dict.fromkeys(contested, given))
+    for given in ((), contested):
+        yield make(layout.mesh, compute, storage, given)
 
 
 def _swapped(space: Space, layout: Layout) -> Iterator[Layout]:

@@ -125,8 +125,8 @@ class Space:
         layout = dataclasses.replace(layout, whole=self._least_whole(layout))
         found = layout.canonical(frozenset(fixed))
         contested = self.contested(dict(found.compute), dict(found.storage))
-        chosen = tuple((a, o) for a, o in found.occurrences if a in contested)
-        found = dataclasses.replace(found, occurrences=chosen)
+        chosen = tuple(a for a in found.giving_way if a in contested)
+        found = dataclasses.replace(found, giving_way=chosen)
         only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
         if only is None or layout.as_written:
             return found
@@ -169,7 +169,7 @@ class Space:
         mesh: MeshShape,
         compute: Mapping[str, tuple[str, ...]],
         storage: Mapping[str, tuple[str, ...]],
-        occurrences: Mapping[str, int] | None = None,
+        giving_way: Iterable[str] = (),
         whole: Whole = Whole.NOTHING,
     ) -> Layout:
         """A canonical layout with the pinned rules put in."""
@@ -181,7 +181,7 @@ class Space:
                 mesh=mesh,
                 compute=rules({**compute, **pinned}),
                 storage=rules({**storage, **{a: to for a, to in pinned.items() if a not in data}}),
-                occurrences=tuple(sorted((occurrences or {}).items())),
+                giving_way=tuple(giving_way),
                 whole=whole,
             )
         )
@@ -305,7 +305,7 @@ class Space:
         return found
 
     def contested(self, *tables: Mapping[str, tuple[str, ...]]) -> list[str]:
-        """The axes that may give way (`Layout.occurrences`), in the order of `axes`.
+        """The axes that may give way (`Layout.giving_way`), in the order of `axes`.
 
         Those that stand in some array before another, or before themselves, that claims a mesh axis
         which they claim too.
@@ -352,10 +352,10 @@ class Space:
                 pairs = zip(axes, picked, strict=True)
                 storage = {a.name: s for a, (_, s) in pairs if not a.is_data}
                 contested = self.contested(compute, storage)
-                flips = itertools.product((0, 1), repeat=len(contested))
+                flips = itertools.product((False, True), repeat=len(contested))
                 for flipped, whole in itertools.product(flips, Whole):
-                    occurrences = dict(zip(contested, flipped, strict=True))
-                    layout = self.layout(mesh, compute, storage, occurrences, whole)
+                    giving_way = itertools.compress(contested, flipped)
+                    layout = self.layout(mesh, compute, storage, giving_way, whole)
                     if layout not in seen:
                         seen.add(layout)
                         candidate = self.candidate(layout)
@@ -376,8 +376,8 @@ class Space:
                     storage[axis.name] = to if rng.random() < 0.6 else rng.choice(options)
             whole = rng.choice(list(Whole))
             contested = self.contested(compute, storage)
-            occurrences = {axis: rng.randrange(2) for axis in contested}
-            layout = self.layout(mesh, compute, storage, occurrences, whole)
+            giving_way = [axis for axis in contested if rng.randrange(2)]
+            layout = self.layout(mesh, compute, storage, giving_way, whole)
             candidate = self.candidate(layout)
             if self.contains(candidate) is None:
                 return candidate

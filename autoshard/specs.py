@@ -111,7 +111,7 @@ class _Resolver:
         # Mesh axes as the canonical layout has them: all spellings of one say the same.
         self.counted = frozenset(name for name, _ in layout.canonical().mesh)
         self.tables = {True: dict(layout.storage), False: dict(layout.compute)}
-        self.giving_way = frozenset(axis for axis, given in layout.occurrences if given)
+        self.giving_way = frozenset(layout.giving_way)
         self.dropped: dict[str, None] = {}
         self.used: set[tuple[bool, str]] = set()
         self._memo: dict[tuple[Dimensions, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}

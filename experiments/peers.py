@@ -50,11 +50,12 @@ def draw(space: Space, choose: Choose) -> Candidate:
         if not axis.is_data:
             storage[axis.name] = options[choose(f"storage {where}", tuple(options))]
     whole = Whole(choose("whole", tuple(Whole)))
-    occurrences = {
-        axis: int(choose(f"occurrence {axis}", ("0", "1")))
+    giving_way = [
+        axis
         for axis in space.contested(compute, storage)
-    }
-    return space.candidate(space.layout(mesh, compute, storage, occurrences, whole))
+        if choose(f"way {axis}", ("kept", "given")) == "given"
+    ]
+    return space.candidate(space.layout(mesh, compute, storage, giving_way, whole))
 
 
 def _written(names: tuple[str, ...]) -> str:
@@ -139,8 +140,8 @@ def parameters(space: Space, layout: Layout) -> tuple[Values, dict[str, BaseDist
             wanted = _written(tuple(f"{n}={s}" for n, s in layout.mesh))
         elif kind == "whole":
             wanted = layout.whole
-        elif kind == "occurrence":
-            wanted = str(dict(layout.occurrences).get(rest, 0))
+        elif kind == "way":
+            wanted = "given" if rest in layout.giving_way else "kept"
         else:
             axis = rest.rpartition(" on ")[0]
             wanted = _written((compute if kind == "compute" else storage).get(axis, ()))

@@ -18,12 +18,12 @@ def layouts(
     names = [name for name, _ in mesh]
     to = st.lists(st.sampled_from(names), unique=True, max_size=3) if names else st.just([])
     table = st.dictionaries(st.sampled_from(axes), to)
-    twice = st.dictionaries(st.sampled_from(axes), st.integers(0, 1))
+    giving_way = st.lists(st.sampled_from(axes), unique=True)
     return Layout(
         mesh=mesh,
         compute=rules(draw(table)),
         storage=rules(draw(table)),
-        occurrences=tuple(draw(twice).items()),
+        giving_way=tuple(draw(giving_way)),
         whole=draw(st.sampled_from(Whole)),
         wording=draw(st.sampled_from(Wording)),
     )

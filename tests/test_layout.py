@@ -80,7 +80,7 @@ def test_the_order_of_tables_changes_nothing(layout: Layout) -> None:
         mesh=layout.mesh,
         compute=layout.compute[::-1],
         storage=layout.storage[::-1],
-        occurrences=layout.occurrences[::-1],
+        giving_way=layout.giving_way[::-1],
         whole=layout.whole,
         wording=layout.wording,
     )
@@ -114,13 +114,23 @@ def test_merging_keeps_the_device_order() -> None:
 
 def test_the_name_that_small_arrays_whole_had_before_is_read() -> None:
     old = {"mesh": [["x", 2]], "compute": {"batch": ["x"]}, "storage": {"embed": ["x"]}}
-    old |= {"occurrences": {}, "as_written": False}
+    old |= {"giving_way": [], "as_written": False}
     assert Layout.from_json(old).whole is Whole.NOTHING
     small = Layout.from_json({**old, "small_whole": True})
     assert small.whole is Whole.SMALL
     assert small.to_json() == {**old, "whole": "small"}
     with pytest.raises(LayoutError, match="half"):
         Layout.from_json({**old, "whole": "half"})
+
+
+def test_the_name_that_axes_giving_way_had_before_is_read() -> None:
+    layout = Layout(mesh=(("x", 2),), compute=rules({"a": "x"}), giving_way=("a", "b"))
+    new = layout.to_json()
+    old = {key: value for key, value in new.items() if key != "giving_way"}
+    assert new == {**old, "giving_way": ["a", "b"]}
+    assert Layout.from_json({**old, "occurrences": {"b": 1, "a": 1, "c": 0}}) == layout
+    with pytest.raises(LayoutError, match="list"):
+        Layout.from_json({**old, "giving_way": "ab"})
 
 
 @pytest.mark.parametrize(
@@ -130,13 +140,13 @@ def test_the_name_that_small_arrays_whole_had_before_is_read() -> None:
         [],
         {},
         {"mesh": [["x", 2]]},
-        {"mesh": [["x", "two"]], "compute": {}, "storage": {}, "occurrences": {}, "as_written": 0},
-        {"mesh": [["x", 2]], "compute": 3, "storage": {}, "occurrences": {}, "as_written": False},
+        {"mesh": [["x", "two"]], "compute": {}, "storage": {}, "giving_way": [], "as_written": 0},
+        {"mesh": [["x", 2]], "compute": 3, "storage": {}, "giving_way": [], "as_written": False},
         {
             "mesh": [["x", 2]],
             "compute": {"batch": ["y"]},
             "storage": {},
-            "occurrences": {},
+            "giving_way": [],
             "as_written": False,
         },
     ],

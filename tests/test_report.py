@@ -78,7 +78,7 @@ def test_other_words():
     assert mesh_in_words(Layout(mesh=())) == "1 device"
     assert rules_in_words(Layout(mesh=MESH, as_written=True)) == "the step's own constraints"
     assert rules_in_words(Layout(mesh=MESH, wording=Wording.LEAST)).endswith("wording: least")
-    assert rules_in_words(Layout(mesh=MESH, occurrences=(("scores", 1),))) == "scores gives way"
+    assert rules_in_words(Layout(mesh=MESH, giving_way=("scores",))) == "scores gives way"
     assert traffic_in_words({}) == traffic_in_words({"all_gather": 0}) == "nothing"
     assert traffic_in_words({"all_reduce": 2048, "all_gather": 3 << 20}) == (
         "all-gather 3.0 MiB, all-reduce 2 KiB"

@@ -174,7 +174,7 @@ def test_which_occurrence_of_an_axis_held_twice_is_sharded(occurrence: int) -> N
     layout = Layout(
         mesh=(("x", 8),),
         storage=rules({axis: "x"}),
-        occurrences=((axis, occurrence),) if occurrence else (),
+        giving_way=(axis,) if occurrence else (),
     )
     spec = spec_of("rnn", apply("rnn", layout), "state['recurrent']")
     assert spec == ((("x",), ()) if occurrence == 0 else ((), ("x",)))
@@ -188,7 +188,7 @@ def test_which_of_two_axes_has_the_mesh_axis_that_both_claim(giving_way: tuple[i
         mesh=(("x", 8),),
         compute=both,
         storage=both,
-        occurrences=tuple(((embed, mlp)[i], 1) for i in giving_way),
+        giving_way=tuple((embed, mlp)[i] for i in giving_way),
     )
     specs = apply("custom_derivatives", layout)
     rows, columns = (("x",), ()), ((), ("x",))
@@ -212,13 +212,13 @@ def test_an_axis_does_not_give_way_to_one_that_does_not_divide() -> None:
     layout = Layout(
         mesh=(("x", 32),),
         storage=rules({"a[0]:32": "x", "a[1]:48": "x"}),
-        occurrences=(("a[0]:32", 1),),
+        giving_way=("a[0]:32",),
     )
     specs = apply("custom_derivatives", layout)
     assert spec_of("custom_derivatives", specs, "state['a']") == (("x",), ())
 
 
-@pytest.mark.parametrize("giving_way", [0, 1])
+@pytest.mark.parametrize("giving_way", [False, True])
 def test_square_weights_in_a_row_all_divided_alike(giving_way: int) -> None:
     of = subject("equal_width_mlp")
     axes = [a.name for a in of.analysis.axes.axes if not a.is_batch]
@@ -227,7 +227,7 @@ def test_square_weights_in_a_row_all_divided_alike(giving_way: int) -> None:
         mesh=(("x", 8),),
         compute=both,
         storage=both,
-        occurrences=tuple((axis, giving_way) for axis in axes),
+        giving_way=tuple(axes) if giving_way else (),
     )
     expected = ((), ("x",)) if giving_way else (("x",), ())
     weights = of.space.specs(layout).inputs[: len(of.analysis.program.state)]

@@ -53,7 +53,7 @@ def rules_in_words(layout: Layout) -> str:
         parts.append(_WHOLE[layout.whole])
     if layout.wording is not Wording.LEAN:
         parts.append(f"wording: {layout.wording}")
-    parts += [f"{axis} gives way" for axis, given in layout.occurrences if given]
+    parts += [f"{axis} gives way" for axis in layout.giving_way]
     return "; ".join(parts) or "everything replicated"
 
 

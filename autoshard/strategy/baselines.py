@@ -69,7 +69,7 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
             add("tensor parallel", space.layout(mesh, to, to))
         chain = _chain(space, count)
         to = dict.fromkeys(chain, every)  # weights in a row by columns
-        by_columns = space.layout(mesh, to, to, dict.fromkeys(chain, 1))
+        by_columns = space.layout(mesh, to, to, chain)
         add("tensor parallel", space.effective(by_columns))
     for mesh in _two_axis_meshes(space, count):
         (data, n), (model, m) = mesh

@@ -63,7 +63,7 @@ def test_tensor_parallel_of_an_equal_width_mlp_takes_every_other_axis() -> None:
     cuts = [
         {axis for axis, _ in b.candidate.layout.compute}
         for b in baselines(of.space)
-        if b.name == "tensor parallel" and not b.candidate.layout.occurrences
+        if b.name == "tensor parallel" and not b.candidate.layout.giving_way
     ]
     assert cuts
     for cut in cuts:
