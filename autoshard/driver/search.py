@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 import tempfile
 import time
@@ -41,8 +42,9 @@ _KEPT = 4
 
 _DEFENDERS = 3
 
-_REWORDED = 2
-"""Compilations that ask for the best layout in other words, of at least three times as many."""
+_REWORDED = 2, 3
+"""Compilations that ask for the best layouts in other words: at least, of three times as many, and
+at most."""
 
 _WORTH = 1e-4
 """By how much other words must be faster than the usual ones to be preferred."""
@@ -139,9 +141,10 @@ def _climb(
 ) -> None:
     """The rungs in two waves: the first teaches the model of rung 1, the second profits."""
     budget = ledger.budget
-    # Of compilations that nothing is measured after, some ask for the winner in other words.
-    few = budget.profiles or budget.compiles < 3 * _REWORDED
-    spared = 0 if few else _REWORDED
+    # Of compilations that nothing is measured after, some ask for the best in other words.
+    least, most = _REWORDED
+    few = budget.profiles or budget.compiles < 3 * least
+    spared = 0 if few else min(budget.compiles // 3, most)
     first: list[int] = []
     share = FIRST_WAVE_SHARE if budget.profiles else 1.0
 
@@ -165,7 +168,7 @@ def _climb(
         with ledger.timed("compile"):
             second = promoted(ledger, max(0, budget.compiles - spared - compiling.count), first)
             compiling.compile(second, 1.0)
-            for index in reworded(ledger, compiling.known) if spared else ():
+            for index in itertools.islice(reworded(ledger, compiling.known), spared):
                 compiling.begin([index], 1.0)
             compiling.finish()
             rest = promoted(ledger, max(0, budget.compiles - compiling.count), first)

@@ -68,20 +68,21 @@ def test_a_plan_in_other_words_is_saved_and_loaded(quick, monkeypatch, tmp_path,
     assert loaded.lower().digest == plan.lower().digest
 
 
-class OneRow:
-    """As much of a ledger as `reworded` asks for: one row that fits, and what its programs are."""
+class Rows:
+    """As much of a ledger as `reworded` asks for: rows that fit, and what their programs are."""
 
-    def __init__(self, row, programs, late=(False, False, False)):
-        self.rows = [row]
+    def __init__(self, rows, programs, late=(False, False, False), times_s=(1.0,)):
+        self.rows = list(rows)
+        self._times_s = times_s
         self._programs = programs
         self._late = iter(late)
         self.lowered = []
 
     def fitting(self, indices):
-        return [0]
+        return list(range(len(self._times_s)))
 
     def estimated_s(self, index):
-        return 1.0
+        return self._times_s[index]
 
     def specs_of(self, row):
         return types.SimpleNamespace(sites={0: ()})
@@ -110,18 +111,39 @@ FAILED = Failure(stage=Stage.COMPILE, kind=Kind.UNSUPPORTED, message="cannot be 
 def test_programs_that_are_equal_or_cannot_be_lowered_are_passed_over(programs, expected):
     programs = programs.split() if isinstance(programs, str) else programs
     words = dict(zip((Wording.LEAN, Wording.ALL, Wording.LEAST), programs, strict=True))
-    ledger = OneRow(row(0, baseline="FSDP"), words)
+    ledger = Rows([row(0, baseline="FSDP")], words)
     found = list(reworded(ledger, lambda row: False))
     assert [ledger.rows[i].candidate.layout.wording for i in found] == expected
     assert len(ledger.rows) == 1 + len(expected)
 
 
+@pytest.mark.parametrize(
+    ("times_s", "second"), [((2.0, 1.0, 3.0), 0), ((1.0, 3.0, 1.0), 1), ((1.0, 1.0, 1.0), None)]
+)
+def test_the_next_that_takes_another_time_is_asked_for_with_all_constraints(times_s, second):
+    words = {wording: str(wording) for wording in Wording}
+    ledger = Rows([row(i, baseline=f"row {i}") for i in range(3)], words, times_s=times_s)
+    found = [ledger.rows[i] for i in reworded(ledger, lambda row: False)]
+    best = times_s.index(1.0)
+    expected = [(f"row {best}", Wording.ALL), (f"row {best}", Wording.LEAST)]
+    expected += [] if second is None else [(f"row {second}", Wording.ALL)]
+    assert [(r.baseline, r.candidate.layout.wording) for r in found] == expected
+
+
+def test_of_nine_compilations_three_are_for_other_words(quick):
+    plan = quick(budget=dataclasses.replace(SIX, compiles=9))
+    compiled = [t for t in plan.evidence.trials if t.was_compiled]
+    again = [t for t in compiled if wording_of(t) is not Wording.LEAN]
+    assert len(compiled) == 9 and len(again) == 3
+    assert len({t.candidate.worded(Wording.LEAN) for t in again}) == 2
+
+
 def test_when_the_time_is_up_nothing_is_lowered():
-    ledger = OneRow(row(0, baseline="FSDP"), {}, late=(True,))
+    ledger = Rows([row(0, baseline="FSDP")], {}, late=(True,))
     assert not list(reworded(ledger, lambda row: False)) and len(ledger.rows) == 1
 
 
 def test_what_the_journal_knows_is_not_lowered():
-    ledger = OneRow(row(0, baseline="FSDP"), {})
+    ledger = Rows([row(0, baseline="FSDP")], {})
     assert list(reworded(ledger, lambda row: True)) == [1, 2]
     assert ledger.lowered == []
