@@ -219,7 +219,7 @@ def test_an_axis_does_not_give_way_to_one_that_does_not_divide() -> None:
 
 
 @pytest.mark.parametrize("giving_way", [False, True])
-def test_square_weights_in_a_row_all_divided_alike(giving_way: int) -> None:
+def test_square_weights_in_a_row_all_divided_alike(giving_way: bool) -> None:
     of = subject("equal_width_mlp")
     axes = [a.name for a in of.analysis.axes.axes if not a.is_batch]
     both = rules(dict.fromkeys(axes, "x"))

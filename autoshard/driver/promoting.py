@@ -102,15 +102,16 @@ def reworded(ledger: Ledger, known: Callable[[Row], bool]) -> Iterator[int]:
 
     The partition is the same, the compiler's choices after it are not. A wording that comes to a
     program which another one has is passed over. The second is the next fastest that takes another
-    time, to the last digit: what takes the same is the same program.
+    time: what takes the same to the last digit is taken for the same program.
 
     Args:
       known: whether the journal says what the compiler makes of a row; then it is not lowered.
     """
-    fastest = sorted(ledger.fitting(range(len(ledger.rows))), key=ledger.estimated_s)
-    times_s = [ledger.estimated_s(i) for i in fastest]
+    times_s = {i: ledger.estimated_s(i) for i in ledger.fitting(range(len(ledger.rows)))}
+    fastest = sorted(times_s, key=times_s.__getitem__)
+    slower = [i for i in fastest if times_s[i] != times_s[fastest[0]]]
     asked = [(i, wording) for i in fastest[:1] for wording in (Wording.ALL, Wording.LEAST)]
-    asked += [(i, Wording.ALL) for i in fastest[times_s.count(min(times_s, default=0.0)) :][:1]]
+    asked += [(i, Wording.ALL) for i in slower[:1]]
     programs: dict[int, list[Module | Failure]] = {}
     for index, wording in asked:
         row = ledger.rows[index]

@@ -42,9 +42,8 @@ _KEPT = 4
 
 _DEFENDERS = 3
 
-_REWORDED = 2, 3
-"""Compilations that ask for the best layouts in other words: at least, of three times as many, and
-at most."""
+_FEWEST_REWORDED, _MOST_REWORDED = 2, 3
+"""How many compilations ask for the best layouts in other words: of three times as many."""
 
 _WORTH = 1e-4
 """By how much other words must be faster than the usual ones to be preferred."""
@@ -142,9 +141,9 @@ def _climb(
     """The rungs in two waves: the first teaches the model of rung 1, the second profits."""
     budget = ledger.budget
     # Of compilations that nothing is measured after, some ask for the best in other words.
-    least, most = _REWORDED
-    few = budget.profiles or budget.compiles < 3 * least
-    spared = 0 if few else min(budget.compiles // 3, most)
+    spared = min(budget.compiles // 3, _MOST_REWORDED)
+    if budget.profiles or spared < _FEWEST_REWORDED:
+        spared = 0
     first: list[int] = []
     share = FIRST_WAVE_SHARE if budget.profiles else 1.0
 
