@@ -26,6 +26,9 @@ class Compiler:
 
     begin = compile
 
+    def known(self, row):
+        return False
+
     def finish(self):
         pass
 
