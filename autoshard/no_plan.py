@@ -41,7 +41,7 @@ def why_no_plan(
         drawn = any(s.analysis.program.workload.sample is None for s in subjects)
         return (
             "no candidate computes what the unsharded step computes:"
-            + "".join(f"\n  {f.message.splitlines()[0]}" for f in failures[:4])
+            + _each_once(failures, 4)
             + "\nCheck the step on one device first: non-finite values there stay non-finite."
             + (_SYNTHETIC if drawn else "")
         )
@@ -99,6 +99,16 @@ def why_no_plan(
     lines += [f"  - {line}," for line in advice[:-1]]
     lines.append(f"  - or {advice[-1]}.")
     return "\n".join(lines)
+
+
+def _each_once(failures: Sequence[Failure], most: int) -> str:
+    """A line for each kind of message, with the worst leaf where leaves are named."""
+    counts = collections.Counter(
+        " ".join(line.strip() for line in f.message.splitlines()[:2]) for f in failures
+    )
+    lines = [f"\n  {n} of {len(failures)}: {text}" for text, n in counts.most_common(most)]
+    rest = len(counts) - len(lines)
+    return "".join(lines) + (f"\n  and {rest} other messages" if rest else "")
 
 
 _SYNTHETIC = " The batches were synthetic (normal floats, integers 0 or 1): give Workload.sample."

@@ -13,6 +13,8 @@ import pytest
 import autoshard
 from autoshard import JournalError, LayoutError, NoPlanError, TargetError, WorkloadError
 from autoshard.driver import compiling
+from autoshard.rungs.bench_client import ChildBench
+from autoshard.rungs.numerics import LeafError, NumericsReport
 from autoshard.trial import Estimate, Failure, Kind, Stage
 from tests import workloads
 from tests.workloads import mlp, stateless
@@ -271,6 +273,17 @@ def test_outputs_that_are_never_finite(calibration):
     with pytest.raises(NoPlanError, match="no candidate computes what the unsharded") as caught:
         autoshard.search(model_fn, DEVICES, budget=MEASURE, calibration=calibration)
     assert "state['w']" in str(caught.value) and "not finite" in str(caught.value)
+
+
+def test_steps_that_differ_from_the_unsharded_one_name_the_leaf(calibration, monkeypatch):
+    """Every candidate is judged wrong here, as by a compiler that is."""
+    leaf = LeafError(path="state['w']", error=0.3, tolerance=1e-4)
+    report = NumericsReport(steps=2, state=(leaf,), metrics=())
+    monkeypatch.setattr(ChildBench, "numerics", lambda *_: report)
+    with pytest.raises(NoPlanError, match="no candidate computes what the unsharded") as caught:
+        autoshard.search(lambda: mlp(), DEVICES, budget=MEASURE, calibration=calibration)
+    said = r"\d of \d: after 2 steps 1 of 1 leaves differ .* state\['w'\]: error 0.3, tolerance"
+    assert re.search(said, str(caught.value))
 
 
 def test_unknown_knobs_and_knobs_without_values(quick):

@@ -104,6 +104,26 @@ def test_a_rare_flip_passes_where_more_rounding_would_flip_some():
     assert not error_of(trajectory(START[0] + half), against(run)).passed
 
 
+def test_activations_that_change_sides_pass_and_a_gradient_off_by_a_fifth_does_not():
+    """relu: rounding takes some inputs near 0 to the other side, in no run the same ones."""
+    rng = np.random.default_rng(11)
+    inputs = rng.normal(size=(20_000, 200))
+    above = rng.uniform(-0.1, 0.1, 20_000)  # each activation's distance from its kink
+    kinks = inputs @ START[0].astype(np.float64) - above
+
+    def run(state, batches, others=(), scale=1.0):
+        active = inputs @ state[0].astype(np.float64) > kinks
+        active[list(others)] ^= True
+        return trajectory(state[0] - (scale * active @ inputs / 20_000).astype(np.float32))
+
+    ref = against(run)
+    nearest = np.argsort(np.abs(above))[:3]
+    leaf = error_of(run(START, BATCHES, others=nearest), ref)
+    assert leaf.passed and not leaf.noisy
+    assert not error_of(run(START, BATCHES, scale=1.2), ref).passed
+    assert not error_of(run(START, BATCHES, others=range(1000)), ref).passed
+
+
 def test_the_worst_copy_counts():
     change = np.full(200, 1e-3, np.float32)
     ref = against(adding(change))
