@@ -15,7 +15,7 @@ from autoshard.axes import Axes
 from autoshard.compat.noise import quiet
 from autoshard.errors import PlanError
 from autoshard.layout import Candidate, Layout, Spec, Wording
-from autoshard.lowering import jit_step, lower_step, shapes, shardings
+from autoshard.lowering import compile_step, lower_step, shardings
 from autoshard.module import Module
 from autoshard.program import Leaf, Program, held_dtype
 from autoshard.rungs.numerics import NumericsReport
@@ -204,34 +204,22 @@ class Plan:
         steps compile once. The batch is never donated. Metrics are replicated.
         """
         self._must_be_here()
+        if all(isinstance(x, jax.Array) for x in jax.tree.leaves((state, batch))):
+            try:
+                return self._compiled(state, batch)
+            except (TypeError, ValueError):
+                pass  # another structure, shape or dtype, or arrays elsewhere: said or mended below
         program = self.program
-        flat = self._flat("state", state, program.state, program.state_tree) + self._flat(
-            "batch", batch, program.batch, program.batch_tree
-        )
-        out = self._compiled(*flat)
-        count = len(program.state)
-        return (
-            jax.tree.unflatten(program.state_tree, out[:count]),
-            jax.tree.unflatten(program.metrics_tree, out[count:]),
-        )
+        flat = self._flat("state", state, program.state, program.state_tree)
+        state = _moved(flat, self.state_shardings)
+        flat = self._flat("batch", batch, program.batch, program.batch_tree)
+        return self._compiled(state, _moved(flat, self.batch_shardings))
 
     @functools.cached_property
-    def _compiled(self) -> Callable[..., list[jax.Array]]:
-        """The step, compiled once; inputs elsewhere than the plan wants them are moved there."""
-        jitted = jit_step(self._analysis, self._specs, self._target)
-        wanted = [*jax.tree.leaves(self.state_shardings), *jax.tree.leaves(self.batch_shardings)]
+    def _compiled(self) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """The step on arrays that are as the plan wants them, compiled once."""
         with quiet():
-            compiled = jitted.lower(*shapes(self.program.inputs)).compile()
-
-        def run(*flat: Any) -> list[jax.Array]:
-            placed = [
-                x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
-                for x, s in zip(flat, wanted, strict=True)
-            ]
-            out: list[jax.Array] = compiled(*placed)
-            return out
-
-        return run
+            return compile_step(self._analysis, self._specs, self._target)
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(state, batch)` jitted with the plan's shardings, for evaluation.
@@ -308,6 +296,16 @@ class Plan:
                     f" {leaf.dtype}{list(leaf.shape)}"
                 )
         return flat
+
+
+def _moved(leaves: Sequence[Any], wanted: Any) -> Any:
+    """The pytree of the leaves, each with the sharding that `wanted` has in its place."""
+    targets, tree = jax.tree.flatten(wanted)
+    placed = [
+        x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
+        for x, s in zip(leaves, targets, strict=True)
+    ]
+    return jax.tree.unflatten(tree, placed)
 
 
 def _fits(x: Any, dtype: np.dtype) -> bool:
