@@ -4,7 +4,6 @@ Rung 2, rung 3 and the plan all lower through here, so that what is judged is wh
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any  # the user's own pytrees have no narrower type
 
 import jax
 import numpy as np
@@ -83,37 +82,6 @@ def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wra
         donate_argnums=tuple(range(len(analysis.program.state))),
         keep_unused=True,
     )
-
-
-def compile_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Compiled:
-    """The same program on pytrees, compiled here: (state, batch) -> (new state, metrics).
-
-    A step of a few milliseconds is called through it: jax takes the trees apart and puts them
-    together in less time than Python needs.
-    """
-    program, mesh = analysis.program, target.any_mesh(specs.mesh)
-    count = len(program.state)
-    flat = jaxprs.as_function(constrained_step(analysis, told(analysis, specs), mesh))
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        out = flat(*jax.tree.leaves(state), *jax.tree.leaves(batch))
-        return _both(out, count, program.state_tree, program.metrics_tree)
-
-    ins, outs = shardings(mesh, specs.inputs), shardings(mesh, specs.outputs)
-    jitted = jax.jit(
-        step,
-        in_shardings=_both(ins, count, program.state_tree, program.batch_tree),
-        out_shardings=_both(outs, count, program.state_tree, program.metrics_tree),
-        donate_argnums=0,
-        keep_unused=True,
-    )
-    inputs = _both(shapes(program.inputs), count, program.state_tree, program.batch_tree)
-    return jitted.lower(*inputs).compile()
-
-
-def _both(leaves: Sequence[Any], count: int, first: Any, second: Any) -> tuple[Any, Any]:
-    """Two pytrees from the leaves of both; `first` is the structure of the first `count`."""
-    return jax.tree.unflatten(first, leaves[:count]), jax.tree.unflatten(second, leaves[count:])
 
 
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:

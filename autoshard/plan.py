@@ -1,5 +1,6 @@
 """Plan: the candidate that won, with the evidence, ready to run."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from autoshard.axes import Axes
 from autoshard.compat.noise import quiet
 from autoshard.errors import PlanError
 from autoshard.layout import Candidate, Layout, Spec, Wording
-from autoshard.lowering import compile_step, lower_step, shardings
+from autoshard.lowering import jit_step, lower_step, shapes, shardings
 from autoshard.module import Module
 from autoshard.program import Leaf, Program, held_dtype
 from autoshard.rungs.numerics import NumericsReport
@@ -204,22 +205,46 @@ class Plan:
         steps compile once. The batch is never donated. Metrics are replicated.
         """
         self._must_be_here()
-        if all(isinstance(x, jax.Array) for x in jax.tree.leaves((state, batch))):
-            try:
-                return self._compiled(state, batch)
-            except (TypeError, ValueError):
-                pass  # another structure, shape or dtype, or arrays elsewhere: said or mended below
         program = self.program
-        flat = self._flat("state", state, program.state, program.state_tree)
-        state = _moved(flat, self.state_shardings)
-        flat = self._flat("batch", batch, program.batch, program.batch_tree)
-        return self._compiled(state, _moved(flat, self.batch_shardings))
+        flat, tree = jax.tree.flatten((state, batch))
+        out: list[jax.Array] | None = None
+        if tree == self._trees and all(isinstance(x, jax.Array) for x in flat):
+            # As a rule every array is as it should be; a look at each from Python takes longer.
+            run = self._compiled
+            with contextlib.suppress(TypeError, ValueError):  # said, or mended, below
+                out = run(*flat)
+        if out is None:
+            placed = self._placed(state, batch)
+            out = self._compiled(*placed)
+        count = len(program.state)
+        return (
+            jax.tree.unflatten(program.state_tree, out[:count]),
+            jax.tree.unflatten(program.metrics_tree, out[count:]),
+        )
 
     @functools.cached_property
-    def _compiled(self) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """The step on arrays that are as the plan wants them, compiled once."""
+    def _compiled(self) -> Callable[..., list[jax.Array]]:
+        """The step on the leaves of state and batch, compiled once."""
+        jitted = jit_step(self._analysis, self._specs, self._target)
         with quiet():
-            return compile_step(self._analysis, self._specs, self._target)
+            return jitted.lower(*shapes(self.program.inputs)).compile()
+
+    @functools.cached_property
+    def _trees(self) -> Any:
+        """The structure of (state, batch)."""
+        return jax.tree.structure((self.state_shardings, self.batch_shardings))
+
+    def _placed(self, state: Any, batch: Any) -> list[jax.Array]:
+        """Their leaves, each looked at, and moved if it is elsewhere than the plan wants it."""
+        program = self.program
+        flat = self._flat("state", state, program.state, program.state_tree) + self._flat(
+            "batch", batch, program.batch, program.batch_tree
+        )
+        wanted = jax.tree.leaves((self.state_shardings, self.batch_shardings))
+        return [
+            x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
+            for x, s in zip(flat, wanted, strict=True)
+        ]
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(state, batch)` jitted with the plan's shardings, for evaluation.
@@ -296,16 +321,6 @@ class Plan:
                     f" {leaf.dtype}{list(leaf.shape)}"
                 )
         return flat
-
-
-def _moved(leaves: Sequence[Any], wanted: Any) -> Any:
-    """The pytree of the leaves, each with the sharding that `wanted` has in its place."""
-    targets, tree = jax.tree.flatten(wanted)
-    placed = [
-        x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
-        for x, s in zip(leaves, targets, strict=True)
-    ]
-    return jax.tree.unflatten(tree, placed)
 
 
 def _fits(x: Any, dtype: np.dtype) -> bool:

@@ -19,15 +19,16 @@ allowed
 The term of jumps is sixteen elements that went the other way: such events are rare and all or
 nothing, so that one run says little of how many the next will have. Kinks are what relu has: an
 activation that rounding takes to the other side of 0 adds its whole part to a gradient, or takes it
-away, while the loss hardly moves. A smooth leaf moves three times less when the start is perturbed
-three times less; its *bend* is by how much that fails. The activations that change sides grow in
-number as the perturbation does, and what they add up to as its root: an eighth of what 1000 units
-do is what 16 do, and other orders of summation are a few. In a healthy f32 leaf the noise is a
-tenth of the tolerance, and there are neither jumps nor kinks. A leaf where the two exceed half
-the change is called noisy: there only gross errors show (`NumericsReport.noisy`). So are adam's
-parameters judged; its moments do not amplify, and are judged strictly, so that a wrong gradient
-is still caught. Errors that perturbing the inputs does not excite (long sums added up in another
-order) have the tolerance.
+away, while the loss hardly moves. A smooth leaf moves in proportion to the perturbation, and a
+fourth run, perturbed by 0.3 of the third, shows whether it does; its *bend* is by how much not. The
+activations that change sides grow in number as the perturbation does, and what they add up to as
+its root: an eighth of what 1000 units do is what 16 do, and other orders of summation are a few.
+
+In a healthy f32 leaf the noise is a tenth of the tolerance, and there are neither jumps nor kinks.
+A leaf where the three exceed half the change is called noisy: there only gross errors show
+(`NumericsReport.noisy`). So are adam's parameters judged; its moments do not amplify, and are
+judged strictly, so that a wrong gradient is still caught. Errors that perturbing the inputs does
+not excite (long sums added up in another order) have the tolerance.
 
 A replicated or partly replicated leaf is read from every device: copies that drifted apart are a
 missing all-reduce, and the worst copy counts.
@@ -35,7 +36,7 @@ missing all-reduce, and the worst copy counts.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,9 +51,9 @@ _TINY = float(np.finfo(np.float64).tiny)
 _COARSE = ("bf16", "f16")
 _TOLERANCE = 1e-4
 _COARSE_TOLERANCE = 3e-2
-_PROBE = 1000.0
-_PART = 0.3
-_ROUNDING = 16.0
+_PROBE = 1000.0  # units in the last place
+_PART = 0.3  # of the probe: the run that shows whether a leaf moves in proportion
+_ROUNDING = 16.0  # units that another order of summation may come to
 _COARSE_PROBE = 8.0
 _EIGHT_BIT_TOLERANCE = 0.25
 
@@ -206,28 +207,31 @@ def reference(
     """
     trajectory = run(initial, batches)
     coarse = _program_tolerance(float_types)
-    changes = [_minus(new[0], old) for new, old in zip(trajectory.state, initial, strict=True)]
 
     def perturbed(units: float) -> tuple[Trajectory, list[np.ndarray]]:
-        """The trajectory from a perturbed start, and how each leaf changed in it."""
+        """The trajectory from a perturbed start, and the start."""
         start = perturb(initial, float_types, units)
-        moved = run(start, [perturb(batch, float_types, units) for batch in batches])
-        return moved, [_minus(new[0], old) for new, old in zip(moved.state, start, strict=True)]
+        return run(start, [perturb(batch, float_types, units) for batch in batches]), start
 
-    moved, near = perturbed(1.0)
-    slack = [NOISE_FACTOR * _distance(a, b) for a, b in zip(near, changes, strict=True)]
+    def changes() -> Iterator[np.ndarray]:
+        return _changes(trajectory, initial)
+
+    near, start = perturbed(1.0)
+    noise = [
+        NOISE_FACTOR * _distance(a, b)
+        for a, b in zip(_changes(near, start), changes(), strict=True)
+    ]
     metrics_slack = tuple(
         tuple(NOISE_FACTOR * _distance(a[0], b[0]) for a, b in zip(x, y, strict=True))
-        for x, y in zip(moved.metrics, trajectory.metrics, strict=True)
+        for x, y in zip(near.metrics, trajectory.metrics, strict=True)
     )
     fine = coarse == _TOLERANCE
-    _, far = perturbed(_PROBE if fine else _COARSE_PROBE)
-    jumps = [_jumps(a, b) for a, b in zip(far, changes, strict=True)]
+    far = perturbed(_PROBE if fine else _COARSE_PROBE)
+    slack = [s + _jumps(a, b) for s, a, b in zip(noise, _changes(*far), changes(), strict=True)]
     if fine:
-        _, between = perturbed(_PROBE * _PART)
-        rows = zip(between, far, changes, slack, strict=True)
-        jumps = [j + _kinks(*row) for j, row in zip(jumps, rows, strict=True)]
-    slack = [s + j for s, j in zip(slack, jumps, strict=True)]
+        part = perturbed(_PROBE * _PART)
+        rows = zip(_changes(*part), _changes(*far), changes(), noise, strict=True)
+        slack = [s + _kinks(*row) for s, row in zip(slack, rows, strict=True)]
     return Reference(
         steps=len(batches),
         initial=tuple(initial),
@@ -236,6 +240,11 @@ def reference(
         metrics_slack=metrics_slack,
         coarse=coarse,
     )
+
+
+def _changes(trajectory: Trajectory, start: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """By what each leaf changed from its start, one at a time: they are twice as wide."""
+    return (_minus(new[0], old) for new, old in zip(trajectory.state, start, strict=True))
 
 
 def _jumps(moved: np.ndarray, change: np.ndarray) -> float:
@@ -249,17 +258,17 @@ def _jumps(moved: np.ndarray, change: np.ndarray) -> float:
     return 0.0
 
 
-def _kinks(part: np.ndarray, moved: np.ndarray, change: np.ndarray, slack: float) -> float:
+def _kinks(part: np.ndarray, moved: np.ndarray, change: np.ndarray, noise: float) -> float:
     """What elements on the other side of a kink may add to a leaf's L2 norm; 0 if it is smooth.
 
     Args:
       part, moved: the leaf's change from starts perturbed by `_PART` of the probe and by all of it.
-      slack: what rounding explains; that of these two runs, the first's enlarged, is as much again.
+      noise: what rounding explains; that of these two runs, the first's enlarged, is as much again.
     """
     if not jnp.issubdtype(change.dtype, jnp.inexact):
         return 0.0
-    bend = _norm(_minus(moved, change) - _minus(part, change) / _PART)
-    return math.sqrt(_ROUNDING / _PROBE) * bend if bend > 2 * slack else 0.0
+    bend = _norm(_minus(_minus(moved, change), _minus(part, change) / _PART))
+    return math.sqrt(_ROUNDING / _PROBE) * bend if bend > 2 * noise else 0.0
 
 
 def compare(
