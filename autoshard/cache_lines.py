@@ -1,18 +1,52 @@
-"""Whether a change of the densest dimension takes elements out of their cache lines.
+"""What a change of the densest dimension costs a loop: elements leave their cache lines.
 
-A loop that moves elements from one densest dimension to another reads or writes one element of a
-cache line at a time. Where few elements follow each other in one of the two, their lines stay in
-the cache until the others are wanted, and little is lost.
+A loop that moves elements from one densest dimension to another touches a cache line for each of
+them. Where few elements follow each other in one of the two, their lines stay in the cache until
+the others are wanted, and little is lost. Where the lines lie a large power of two apart, as in
+arrays with powers of two for extents, they share a few places in the cache and push each other out.
 """
+
+import enum
+import math
+from collections.abc import Sequence
 
 LINE_BYTES = 64
 """Of a cache line: x86-64, and most Arm cores."""
 
+WAY_BYTES = 4096
+"""Addresses so far apart share a set of the first cache.
 
-def crosses_lines(before: int, after: int, bytes_each: float) -> bool:
-    """Whether elements of so many bytes leave their lines.
+That of x86-64 finds a set by what a page leaves of an address.
+"""
+
+_FEW_SETS, _LINES_OF_A_SET = 4, 32
+"""From where on copies took several times as long (docs/decisions/0029)."""
+
+
+class Turn(enum.Enum):
+    """What becomes of the lines: they stay, elements cross them, they collide besides."""
+
+    STAYS = 0
+    CROSSES = 1
+    COLLIDES = 2
+
+
+def turn(
+    extents: Sequence[int], before: Sequence[int], after: Sequence[int], bytes_each: float
+) -> Turn:
+    """How a loop that writes in one order of dimensions reads what lies in another.
 
     Args:
-      before, after: extents of the densest dimension before and after.
+      extents: by dimension.
+      before, after: the dimensions of more than one element, the densest first.
+      bytes_each: of an element.
     """
-    return min(before, after) * bytes_each > LINE_BYTES
+    if not after or before[0] == after[0]:
+        return Turn.STAYS
+    if min(extents[before[0]], extents[after[0]]) * bytes_each <= LINE_BYTES:
+        return Turn.STAYS
+    apart = bytes_each * math.prod(extents[d] for d in before[: before.index(after[0])])
+    sets = WAY_BYTES // math.gcd(int(apart), WAY_BYTES)
+    touched = math.prod(extents[d] for d in after[: after.index(before[0])])
+    collides = sets <= _FEW_SETS and touched > _LINES_OF_A_SET * sets
+    return Turn.COLLIDES if collides else Turn.CROSSES

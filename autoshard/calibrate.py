@@ -38,7 +38,7 @@ from autoshard.precision import precise_rates
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 14
+REVISION = 15
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _DRAWS = 5  # of 3 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
@@ -48,6 +48,7 @@ _BEYOND_BYTES = 256 << 20  # of all devices: several times the last cache of a h
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
 # float32, 3 MB on each device; no powers of two, whose columns share cache sets.
 _MATRIX = 760, 1000
+_ALIGNED = 512, 512  # their columns take two sets
 _FRESH_DEVICES = 8  # enough to keep every core busy; on all of a large mesh it would be gigabytes
 _SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device of a fake mesh
 _LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a dispatch
@@ -79,7 +80,9 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         probes["kept"] = program(_written(width), some, 8)
         probes["fresh"] = program(_written(FRESH_FROM_BYTES // 4 + width), some, 8)
         probes["straight"] = program(lambda x: x * 1.5, some, *_MATRIX)
-        probes["transposed"] = program(lambda x: jnp.swapaxes(x, 1, 2) * 1.5, some, *_MATRIX)
+        probes["transposed"] = program(_turned, some, *_MATRIX)
+        probes["aligned"] = program(lambda x: x * 1.5, some, *_ALIGNED)
+        probes["collided"] = program(_turned, some, *_ALIGNED)
     else:
         idle_s = least_of_rounds({"nothing": probes["nothing"]})["nothing"]
         sized = on_accelerator(mesh, target.memory_bytes, idle_s)
@@ -127,6 +130,8 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         moves_invariants=target.platform in MOVES_INVARIANTS,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
         transposed_s=transposed_s(seconds, few) if shared else 0.0,
+        collided_s=collided_s(seconds, few) if shared else 0.0,
+        turned_flops_per_s=rates["turned convolution"] if shared else 0.0,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),
         links=tuple(links),
@@ -225,6 +230,22 @@ def transposed_s(seconds: Mapping[object, float], devices: int) -> float:
     """
     beyond = seconds["transposed"] - seconds["straight"]
     return max(0.0, beyond) / (devices * math.prod(_MATRIX))
+
+
+def collided_s(seconds: Mapping[object, float], devices: int) -> float:
+    """The same of elements whose lines push each other out of the cache; no less than of others.
+
+    Args:
+      seconds: of the probes "aligned" and "collided", and of those of `transposed_s`.
+      devices: that took part.
+    """
+    beyond = (seconds["collided"] - seconds["aligned"]) / (devices * math.prod(_ALIGNED))
+    return max(beyond, transposed_s(seconds, devices))
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    """A program that transposes a matrix on each device."""
+    return jnp.swapaxes(x, 1, 2) * 1.5
 
 
 def _written(width: int) -> Callable[[jax.Array], jax.Array]:

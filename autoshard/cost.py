@@ -17,6 +17,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 32
+MODEL_REVISION = 33
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs`,
@@ -116,8 +117,12 @@ class Constants:
       moves_invariants: what a loop sends of what it does not change is sent once, in front of it.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
-      transposed_s: seconds for each element that a fused transpose moves across cache lines, beyond
-        what its bytes take; on a shared host alone.
+      transposed_s: seconds for each element that a transpose reads across cache lines, beyond what
+        its bytes take; on a shared host alone.
+      collided_s: the same where the lines push each other out of the cache; 0 for as long as
+        those that do not.
+      turned_flops_per_s: convolutions that no library takes (`convolutions`); 0 for as fast as
+        those that one does.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
       source: what else the figures depend on: topology and digest of its catalogue entry.
     """
@@ -139,6 +144,8 @@ class Constants:
     moves_invariants: bool = False
     fresh_s_per_byte: float = 0.0
     transposed_s: float = 0.0
+    collided_s: float = 0.0
+    turned_flops_per_s: float = 0.0
     clock_hz: float = 0.0
     source: str = ""
 
@@ -221,23 +228,36 @@ class CostModel:
         trips: np.ndarray,
         dtypes: Sequence[str],
         transposed: np.ndarray | float = 0.0,
+        collided: np.ndarray | float = 0.0,
+        turned: np.ndarray | bool = False,
     ) -> float:
         """Seconds of all kernels of a step, for one device.
 
         Args:
           flops, bytes_, trips: of one entry a kernel.
           dtypes: of a product's operands; "" for other kernels.
-          transposed: elements that a kernel moves across cache lines.
+          transposed: elements that a kernel reads across cache lines.
+          collided: the part of them whose lines push each other out of the cache.
+          turned: whether it is a convolution that no library takes.
         """
         c = self.constants
         rates = {dtype: self.rate(dtype) for dtype in set(dtypes)}
         rate = np.array([rates[dtype] for dtype in dtypes])
+        if c.turned_flops_per_s:
+            rate = np.where(turned, c.turned_flops_per_s, rate)
         arithmetic_s, memory_s = flops / rate, bytes_ / c.bandwidth_bytes_per_s
         each = np.maximum(arithmetic_s, memory_s)
         if c.shared:
             each = np.where([bool(dtype) for dtype in dtypes], arithmetic_s + memory_s, each)
-        each = each + transposed * c.transposed_s + c.launch_s
+        each = each + self._across_lines_s(transposed, collided) + c.launch_s
         return float(self._devices * np.dot(each, trips)) * self.correction.compute
+
+    def _across_lines_s(self, crossing: Any, colliding: Any) -> Any:
+        """Seconds of elements that are read across cache lines, and of those that collide."""
+        c = self.constants
+        if not c.collided_s:
+            return crossing * c.transposed_s
+        return (crossing - colliding) * c.transposed_s + colliding * c.collided_s
 
     def fresh_s(self, block_bytes: float, off_by: float = 0.0) -> float:
         """Seconds a step waits for the pages of its temporaries, one block on each device.
@@ -267,11 +287,14 @@ class CostModel:
         if work.cycles is not None and work.matmul_flops and c.clock_hz:
             return self._devices * work.cycles / c.clock_hz * self.correction.compute
         busy = sum(flops / self.rate(dtype) for dtype, flops in work.matmul_flops)
+        if work.turned_flops and c.turned_flops_per_s:
+            busy *= 1.0 - work.turned_flops / sum(flops for _, flops in work.matmul_flops)
+            busy += work.turned_flops / c.turned_flops_per_s
         busy += work.element_flops / c.element_flops_per_s
         memory_s = work.bytes / c.bandwidth_bytes_per_s
         packed = c.shared and work.matmul_flops
         each = busy + memory_s if packed else max(busy, memory_s)
-        each += work.transposed * c.transposed_s
+        each += self._across_lines_s(work.transposed, work.collided)
         return self._devices * (each + c.launch_s) * self.correction.compute
 
     def collective_s(self, one: Collective, mesh: MeshShape) -> float:

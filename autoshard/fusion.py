@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Collection
 from typing import NamedTuple
 
+from autoshard.cache_lines import Turn
 from autoshard.operations import BORDERS, FREE, HEAVY, JOINS, SLICES, Operations
 
 _EXPENSIVE = frozenset(
@@ -49,6 +50,8 @@ _KEPT_APART = _MOVES | {"stablehlo.compare", "stablehlo.select"}
 Of 28 functions asked with jax 0.10.2 and 0.12.0.1 (2026-11-24).
 """
 _PRODUCT = "stablehlo.dot_general"
+_COPYING = frozenset({_PRODUCT, "stablehlo.convolution"})
+"""Operations whose operands XLA:CPU copies where they lie in another order than it needs."""
 _NOWHERE = frozenset[int]()
 
 
@@ -57,10 +60,14 @@ class Transposed(NamedTuple):
 
     Attributes:
       product: the product that makes it just so, unless its parts are summed over devices; else -1.
+      arrays: how many of its size are read for it, each across cache lines.
+      collides: the lines push each other out of the cache.
     """
 
     value: int
     product: int
+    arrays: int
+    collides: bool
 
 
 class Fusion:
@@ -94,7 +101,7 @@ class Fusion:
     def kernel(self, v: int) -> tuple[dict[int, float], float, list[Transposed]]:
         """What one kernel reads (value -> part of it), its operations, and what it transposes."""
         ops = self._ops
-        transposed = self._transposed(v)
+        transposed = self._transposed(v, v)
         flops = ops.own_flops[v]
         reads: dict[int, float] = {}
         gathers = ops.op_of[v] == "stablehlo.gather"
@@ -111,12 +118,12 @@ class Fusion:
                 reads[i] = part
                 continue
             flops += part * ops.own_flops[i]
-            transposed += self._transposed(i)
+            transposed += self._transposed(i, v)
             for operand in ops.operands[i]:
                 if operand not in parts:
                     heapq.heappush(waiting, -operand)
             self._ask(i, part, ops.operands[i], parts)
-        if ops.op_of[v] == _PRODUCT and not self._by_cost:
+        if ops.op_of[v] in _COPYING and not self._by_cost:
             for operand in {self._plain(t.value) for t in transposed}:
                 if operand in reads and self._is_copied(operand):
                     reads[operand] += 2.0  # to copy it, and what is written then
@@ -180,17 +187,50 @@ class Fusion:
                 self._fused[v][kernel] = places
                 self._copies[kernel, v] = copies
 
-    def _transposed(self, v: int) -> list[Transposed]:
-        """What an operation transposes; no matrix that only products read, either way."""
+    def _transposed(self, v: int, kernel: int) -> list[Transposed]:
+        """What an operation of a kernel transposes; no matrix that products alone read."""
         ops = self._ops
-        found = ops.transposed.get(v, ())
+        found = ops.transposed.get(v, {})
         product = -1
         if found and ops.op_of[v] == "stablehlo.transpose" and ops.is_matrix(v):
             if set(self._real_uses(v)) == {_PRODUCT}:
                 return []
             (made,) = ops.operands[v]
             product = made if ops.op_of[made] == _PRODUCT else -1
-        return [Transposed(value=value, product=product) for value in found]
+        copies = ops.op_of[v] in _COPYING
+        return [
+            Transposed(
+                value=value,
+                product=product,
+                arrays=self._made_of(value) if copies else self._arrays(ops.operands[v], kernel),
+                collides=how is Turn.COLLIDES,
+            )
+            for value, how in found.items()
+        ]
+
+    def _made_of(self, v: int) -> int:
+        """How many arrays the copy of what a product needs reads: what makes it fuses into it."""
+        made = self._plain(v)
+        name = self._ops.op_of[made]
+        if name == "" or name in HEAVY or name in _MOVES:
+            return 1
+        return self._arrays(self._ops.operands[made], made)
+
+    def _arrays(self, values: list[int], kernel: int) -> int:
+        """How many arrays of the size of values a kernel reads to make them, place by place."""
+        ops = self._ops
+        most = max((ops.elements[v] for v in values), default=0.0)
+        stack, seen, found = list(values), set[int](), 0
+        while stack:
+            i = stack.pop()
+            if i in seen or ops.elements[i] != most or ops.is_fill(i):
+                continue
+            seen.add(i)
+            if self._is_read(i, kernel):
+                found += 1
+            elif ops.op_of[i] not in _MOVES:
+                stack += ops.operands[i]
+        return max(found, 1)
 
     def _reductions(self, v: int) -> set[int]:
         """The reductions whose kernels need a value, -1 for all other kernels.

@@ -40,6 +40,7 @@ class KernelTable:
       kernel_flops: (k,) floating-point operations if nothing is sharded, fused chains included.
       kernel_trips: (k,) how often it runs in a step.
       kernel_writes: (k,) 1 if it writes its whole value, 0 if it updates in place.
+      kernel_turned: (k,) whether it is a convolution that XLA turns around (`convolutions`).
       kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`, with how
         precisely it multiplies (`precision.multiplied_as`); else "".
       read_kernel, read_value: (r,) which kernel reads which value.
@@ -47,6 +48,8 @@ class KernelTable:
       transposed_kernel, transposed_value: (t,) which kernel transposes which value.
       transposed_product: (t,) the product that makes it just so, unless its parts are summed over
         devices; else -1.
+      transposed_arrays: (t,) how many arrays of its size are read for it, each across cache lines.
+      transposed_collides: (t,) whether the lines push each other out of the cache.
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
         a constraint count where a layout makes it another array than what it constrains.
@@ -68,6 +71,7 @@ class KernelTable:
     kernel_flops: np.ndarray
     kernel_trips: np.ndarray
     kernel_writes: np.ndarray
+    kernel_turned: np.ndarray
     kernel_dtypes: tuple[str, ...]
     read_kernel: np.ndarray
     read_value: np.ndarray
@@ -75,6 +79,8 @@ class KernelTable:
     transposed_kernel: np.ndarray
     transposed_value: np.ndarray
     transposed_product: np.ndarray
+    transposed_arrays: np.ndarray
+    transposed_collides: np.ndarray
     buffer: np.ndarray
     live_from: np.ndarray
     live_to: np.ndarray
@@ -187,6 +193,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         kernel_flops=np.array(kernel_flops),
         kernel_trips=np.array(kernel_trips),
         kernel_writes=np.array(kernel_writes),
+        kernel_turned=np.array([v in ops.turned for v in kernel_value], dtype=bool),
         kernel_dtypes=tuple(kernel_dtypes),
         read_kernel=np.array(read_kernel, dtype=int),
         read_value=np.array(read_value, dtype=int),
@@ -194,6 +201,8 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         transposed_kernel=np.array(transposed_kernel, dtype=int),
         transposed_value=np.array([t.value for t in transposed], dtype=int),
         transposed_product=np.array([t.product for t in transposed], dtype=int),
+        transposed_arrays=np.array([t.arrays for t in transposed], dtype=int),
+        transposed_collides=np.array([t.collides for t in transposed], dtype=bool),
         buffer=np.array(buffer, dtype=int),
         live_from=live_from,
         live_to=live_to,

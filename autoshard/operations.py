@@ -9,13 +9,16 @@ import math
 from typing import NamedTuple
 
 from autoshard.buffers import Loop
+from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
+from autoshard.compat.convolution import convolution
 from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.ragged import ragged_flops
 from autoshard.precision import multiplied_as
 from autoshard.transposes import transposed_operands
 from autoshard.trips import trip_count
 
+_CONVOLUTION = "stablehlo.convolution"
 FREE = frozenset(
     {
         "stablehlo.constant",
@@ -121,7 +124,8 @@ class Operations:
       site_values: (value, site index) of each sharding constraint.
       loops: every `while`.
       contracting: tags of products and convolutions with the values they take.
-      transposed: by the value an operation makes, the values it transposes (`transposes`).
+      turned: values of convolutions that XLA turns around (`convolutions`).
+      transposed: by the value an operation makes, the values it transposes (`transposes`), and how.
       length: the last position.
       platform: that the module was lowered for.
       sent: what the user's own manual regions send.
@@ -148,7 +152,8 @@ class Operations:
         self.site_values: list[tuple[int, int]] = []
         self.loops: list[Loop] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
-        self.transposed: dict[int, tuple[int, ...]] = {}
+        self.turned: set[int] = set()
+        self.transposed: dict[int, dict[int, Turn]] = {}
         self.length = 0
         self.sent: list[OwnSend] = []
         self.assumptions: list[str] = []
@@ -240,9 +245,11 @@ class Operations:
                 self.contracting[tag] = tuple(operands)
                 dtype = stablehlo.dtype_of(op.operands[0])
                 self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
-        if turned := transposed_operands(op):
+        if name == _CONVOLUTION and convolution(op).turned:
+            self.turned.add(first)
+        if how := transposed_operands(op):
             made = name == "stablehlo.transpose"  # in parts as its result, not as its operand
-            self.transposed[first] = (first,) if made else tuple(operands[i] for i in turned)
+            self.transposed[first] = {first if made else operands[i]: t for i, t in how.items()}
         for i in operands:
             self.uses[i].append((name, first if op.results else -1))
         self.tags[tag] = (first, len(op.results))
@@ -359,12 +366,8 @@ class Operations:
             return 2.0 * out * math.prod(left[d] for d in contracted)
         if name == stablehlo.RAGGED_DOT:
             return ragged_flops(op, self.platform)
-        if name == "stablehlo.convolution":
-            kernel = stablehlo.shape_of(op.operands[1])
-            text = str(op.attributes["dimension_numbers"])
-            layout = text[text.index("x[") + 2 : text.index("]->")].split(",")
-            feature = kernel[[d.strip() for d in layout].index("o")]
-            return 2.0 * out * math.prod(kernel) / max(feature, 1)
+        if name == _CONVOLUTION:
+            return convolution(op).flops
         if name in ("stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.scatter"):
             return max((self.elements[i] for i in self.operands[index]), default=out)
         if name == "stablehlo.sort":

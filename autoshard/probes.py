@@ -71,11 +71,20 @@ def program(
 
 
 def on_host(mesh: Mesh) -> dict[str, Probe]:
-    """Probes of the cores that the devices of a fake mesh share: "product" and "elements"."""
+    """Probes of the cores that the devices of a fake mesh share.
+
+    Returns:
+      "product", "elements" and "turned convolution".
+    """
     side, width = 384, 1 << 18
+    batch, places, channels = 4, 2, 128
     return {
         "product": Probe(run=program(_products(1), mesh, side, side), amount=2.0 * side**3),
         "elements": Probe(run=program(_elements(1), mesh, width), amount=7.0 * width),
+        "turned convolution": Probe(
+            run=program(_convolved, mesh, batch, places, places, channels),
+            amount=2.0 * batch * places**4 * channels**2,  # each place meets each
+        ),
     }
 
 
@@ -160,6 +169,18 @@ def _products(times: int) -> Callable[[jax.Array], jax.Array]:
         return y
 
     return chain
+
+
+def _convolved(x: jax.Array) -> jax.Array:
+    """Convolves what is no larger than the kernel, on each device by itself (`convolutions`)."""
+    channels = x.shape[-1]
+    kernel = jnp.full((3, 3, channels, channels), 0.5, x.dtype)
+    images = x.reshape(-1, *x.shape[2:])  # of all devices
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    made = jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "SAME", dimension_numbers=dimensions
+    )
+    return made.reshape(x.shape)
 
 
 def _elements(times: int) -> Callable[[jax.Array], jax.Array]:

@@ -2,30 +2,43 @@
 
 XLA brings the operands of every product to one order of dimensions (`dot_decomposer`): batch, free,
 contracted on the left, batch, contracted, free on the right. XLA:CPU copies what lies otherwise,
-but for matrices whose two dimensions change places, which its products read either way. So seen
-with jax 0.10.2 and 0.12.0.1.
+but for matrices whose two dimensions change places, which its products read either way. It brings
+those of a convolution to batch, space, features and space, features read, features made
+(`ConvCanonicalization`), but for convolutions that it writes as loops. So seen with jax 0.10.2 and
+0.12.0.1.
 """
 
 from collections.abc import Sequence
 
-from autoshard.cache_lines import crosses_lines
+from autoshard.cache_lines import Turn, turn
 from autoshard.compat import stablehlo
+from autoshard.compat.convolution import convolution
 
 
-def transposed_operands(operation: stablehlo.Operation) -> list[int]:
-    """Which operands of an operation XLA:CPU moves across cache lines, in it or for it."""
+def transposed_operands(operation: stablehlo.Operation) -> dict[int, Turn]:
+    """Which operands of an operation XLA:CPU moves across cache lines, in it or for it, and how."""
+    orders: dict[int, Sequence[int]] = {}
     if operation.name == "stablehlo.transpose":
-        return [0] if _crosses(operation.operands[0], stablehlo.permutation(operation)) else []
-    if operation.name != "stablehlo.dot_general":
-        return []
-    found = []
+        orders[0] = stablehlo.permutation(operation)
+    elif operation.name == "stablehlo.dot_general":
+        orders = _orders_of_product(operation)
+    elif operation.name == "stablehlo.convolution":
+        read = convolution(operation)
+        orders = {} if read.turned else dict(enumerate(read.orders))
+    turns = {i: _turn(operation.operands[i], to) for i, to in orders.items()}
+    return {i: how for i, how in turns.items() if how is not Turn.STAYS}
+
+
+def _orders_of_product(operation: stablehlo.Operation) -> dict[int, Sequence[int]]:
+    """The orders to which operands of a matrix product are copied."""
+    found: dict[int, Sequence[int]] = {}
     for i, (batch, contracted) in enumerate(stablehlo.product_dimensions(operation)):
         dims = stablehlo.shape_of(operation.operands[i])
         free = [d for d in range(len(dims)) if d not in batch and d not in contracted]
         inner = (free, contracted) if i == 0 else (contracted, free)
         to = [d for part in (batch, *inner) for d in part if dims[d] > 1]
-        if not _is_read_as_it_lies(to, dims, inner) and _crosses(operation.operands[i], to):
-            found.append(i)
+        if not _is_read_as_it_lies(to, dims, inner):
+            found[i] = to
     return found
 
 
@@ -39,10 +52,8 @@ def _is_read_as_it_lies(
     return list(to) == sorted(to)
 
 
-def _crosses(value: stablehlo.Value, to: Sequence[int]) -> bool:
+def _turn(value: stablehlo.Value, to: Sequence[int]) -> Turn:
     dims, bits = stablehlo.shape_and_bits(str(value.type))
-    before = [d for d in range(len(dims)) if dims[d] > 1]
-    after = [d for d in to if dims[d] > 1]
-    if not after or before[-1] == after[-1]:
-        return False
-    return crosses_lines(dims[before[-1]], dims[after[-1]], bits / 8)
+    before = [d for d in reversed(range(len(dims))) if dims[d] > 1]
+    after = [d for d in reversed(to) if dims[d] > 1]
+    return turn(dims, before, after, bits / 8)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard import hlo
+from autoshard.cache_lines import Turn, turn
 from autoshard.compat.executable import compile_module
 from autoshard.cost import CostModel
 from autoshard.hlo.steps import Launch, Steps
@@ -162,6 +163,78 @@ def test_gradients_are_transposed_as_compiled(
     elements = transposed_in(hlo.parse(made.hlo_text), specs.mesh)
     assert (elements > 0) == (name != "replicated" or len(weight) > 2)
     assert with_.compute_s - without.compute_s == pytest.approx(8 * elements * 1e-9)
+
+
+def test_lines_a_power_of_two_apart_collide() -> None:
+    """Of square matrices: 2048 bytes apart they take two sets, 2064 apart all of them."""
+    assert turn((512, 512), (1, 0), (0, 1), 4.0) is Turn.COLLIDES
+    assert turn((516, 516), (1, 0), (0, 1), 4.0) is Turn.CROSSES
+    assert turn((32, 1024), (1, 0), (0, 1), 4.0) is Turn.CROSSES  # a set and the next cache hold 32
+    assert turn((512, 16), (1, 0), (0, 1), 4.0) is Turn.STAYS
+    images = (32, 16, 16, 64)  # back at a line after all places of all images
+    assert turn(images, (3, 2, 1, 0), (0, 2, 1, 3), 4.0) is Turn.COLLIDES
+
+
+def test_both_rungs_count_what_collides() -> None:
+    def swapped(x):  # type: ignore[no-untyped-def]
+        return jnp.swapaxes(x, 0, 1) * 2.0
+
+    for side, collides in ((512, True), (516, False)):
+        kernels = kernels_of(swapped, (side, side))
+        assert kernels.transposed_collides.tolist() == [collides]
+        text = jax.jit(swapped).lower(shaped(side, side)).compile().as_text()
+        module = hlo.parse(text)
+        (work,) = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
+        assert (work.transposed, work.collided) == (side**2, side**2 * collides)
+
+
+def test_each_array_that_makes_what_is_transposed_is_read_across_lines() -> None:
+    def swapped(x, y):  # type: ignore[no-untyped-def]
+        return jnp.swapaxes(x * y + 1.0, 0, 1) * 2.0
+
+    shapes = (40, 50), (40, 50)
+    kernels = kernels_of(swapped, *shapes)
+    assert kernels.transposed_arrays.tolist() == [2]
+    assert compiled(swapped, *shapes) == 2 * 40 * 50
+
+
+def test_a_kernel_gradient_copies_the_images() -> None:
+    """XLA:CPU takes channels for the batch; only what it brings to the front changes places."""
+
+    def gradient(x, g):  # type: ignore[no-untyped-def]
+        return jax.lax.conv_general_dilated(
+            x, g, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC")
+        )
+
+    shapes = (24, 12, 12, 40), (24, 12, 12, 20)
+    assert by_rung_1(gradient, *shapes) == compiled(gradient, *shapes) == 24 * 12 * 12 * 40
+
+
+def test_what_collides_and_what_is_turned_around_has_prices_of_its_own() -> None:
+    own = dataclasses.replace(
+        SHARED,
+        transposed_s=1e-9,
+        collided_s=3e-9,
+        turned_flops_per_s=SHARED.contract_flops_per_s / 9,
+    )
+    plain = dataclasses.replace(own, collided_s=0.0, turned_flops_per_s=0.0)
+    work = Work(
+        opcode="fusion",
+        name="f",
+        matmul_flops=(("f32", 9e9),),
+        turned_flops=3e9,
+        transposed=2000.0,
+        collided=500.0,
+    )
+    more = CostModel(own).kernel_s(work) - CostModel(plain).kernel_s(work)
+    beyond = 3e9 * 8 / SHARED.contract_flops_per_s
+    assert more == pytest.approx(8 * (500 * 2e-9 + beyond))
+    flops, bytes_, trips, moved, collided = (np.array([n]) for n in (3e9, 0.0, 1.0, 2e3, 500.0))
+    one, other = (
+        CostModel(c).kernels_s(flops, bytes_, trips, ["f32"], moved, collided, np.array([True]))
+        for c in (own, plain)
+    )
+    assert one - other == pytest.approx(more)
 
 
 def test_both_rungs_price_a_transposed_element_alike() -> None:

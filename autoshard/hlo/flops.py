@@ -6,10 +6,10 @@ matrix product is printed as a dilated convolution. Everything else counts one o
 output element (elementwise) or each input element (reductions), whatever the operation.
 """
 
-import functools
 import math
 import re
 
+from autoshard.convolutions import Window, taps
 from autoshard.hlo.records import Computation, HloError, Instruction, Shape
 
 _PRECISIONS = re.compile(r'"operand_precision":\s*\[([^\]]*)\]')
@@ -117,22 +117,29 @@ def convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, out: Sha
             f"got {instruction.attribute('dim_labels')!r}"
         )
     window = _window(instruction.attribute("window"))
-    taps = 1
+    falling = 1
     for d in sorted(label for label in labels[3] if label.isdigit()):
         at = int(d)
-        low = window["pad"][at][0] if "pad" in window else 0
-        taps *= _taps(
-            lhs.dims[labels[1].index(d)],
-            rhs.dims[labels[2].index(d)],
-            out.dims[labels[3].index(d)],
-            window["stride"][at][0] if "stride" in window else 1,
-            low,
-            window["lhs_dilate"][at][0] if "lhs_dilate" in window else 1,
-            window["rhs_dilate"][at][0] if "rhs_dilate" in window else 1,
+        falling *= taps(
+            Window(
+                data=lhs.dims[labels[1].index(d)],
+                kernel=rhs.dims[labels[2].index(d)],
+                out=out.dims[labels[3].index(d)],
+                stride=window["stride"][at][0] if "stride" in window else 1,
+                low=window["pad"][at][0] if "pad" in window else 0,
+                spread=window["lhs_dilate"][at][0] if "lhs_dilate" in window else 1,
+                step=window["rhs_dilate"][at][0] if "rhs_dilate" in window else 1,
+            )
         )
     features = lhs.dims[labels[1].index("f")] // _count(instruction, "feature_group_count")
     batch = lhs.dims[labels[1].index("b")] // _count(instruction, "batch_group_count")
-    return 2.0 * features * out.dims[labels[3].index("f")] * batch * taps
+    return 2.0 * features * out.dims[labels[3].index("f")] * batch * falling
+
+
+def is_turned_around(instruction: Instruction) -> bool:
+    """Whether an instruction is a convolution whose kernel is read backwards (`convolutions`)."""
+    reversed_ = _window(instruction.attribute("window")).get("rhs_reversal", [])
+    return instruction.opcode == "convolution" and (1,) in reversed_
 
 
 def _count(instruction: Instruction, name: str) -> int:
@@ -145,31 +152,6 @@ def _window(text: str) -> dict[str, list[tuple[int, ...]]]:
         key: [tuple(int(n) for n in part.split("_")) for part in value.split("x")]
         for key, value in re.findall(r"(\w+)=([\dx_\-]+)", text)
     }
-
-
-@functools.lru_cache(maxsize=1024)
-def _taps(data: int, kernel: int, out: int, stride: int, low: int, spread: int, step: int) -> int:
-    """Pairs of (output position, kernel position) on one dimension that fall on data.
-
-    Args:
-      spread: dilation of the data; step: dilation of the kernel; low: padding in front.
-    """
-    extent = (data - 1) * spread + 1 if data else 0
-    common = math.gcd(stride, spread)
-    period = spread // common
-    total = 0
-    for k in range(kernel):
-        offset = k * step - low
-        if offset % common:
-            continue
-        # Output positions o with 0 <= o * stride + offset < extent that hit a multiple of spread.
-        first = max(0, -(offset // stride))
-        last = min(out - 1, (extent - 1 - offset) // stride)
-        wanted = -(offset // common) * pow(stride // common, -1, period) % period
-        first += (wanted - first) % period
-        if first <= last:
-            total += (last - first) // period + 1
-    return total
 
 
 def _reduced(instruction: Instruction, data: tuple[int, ...]) -> int:

@@ -8,11 +8,13 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from autoshard.cache_lines import Turn
 from autoshard.hlo.collectives import collective, continues_another, is_collective
 from autoshard.hlo.custom_calls import call_cost
 from autoshard.hlo.flops import (
     ELEMENTWISE,
     TRANSCENDENTAL,
+    is_turned_around,
     matmul_flops,
     plain_flops,
     precision_of,
@@ -118,7 +120,9 @@ class _Inside:
         self.elements = 0.0
         self.transcendentals = 0.0
         self.bytes = 0.0
+        self.turned_flops = 0.0
         self.transposed = 0.0
+        self.collided = 0.0
         self.declared = False
         self.exchanges: list[Exchange] = []
         self.ended: list[str] = []
@@ -131,7 +135,9 @@ class _Inside:
         self.elements += other.elements
         self.transcendentals += other.transcendentals
         self.bytes += other.bytes
+        self.turned_flops += other.turned_flops
         self.transposed += other.transposed
+        self.collided += other.collided
         self.declared |= other.declared
         self.exchanges += other.exchanges
         self.ended += other.ended
@@ -258,7 +264,9 @@ class Steps:
                 matmul_flops=tuple(sorted(inside.matmul.items())),
                 element_flops=inside.elements,
                 transcendentals=inside.transcendentals,
+                turned_flops=inside.turned_flops,
                 transposed=inside.transposed,
+                collided=inside.collided,
                 bytes=max(inside.bytes, moved) if opcode == "fusion" else inside.bytes or moved,
                 cycles=int(cycles[1]) if cycles else None,
                 declared=inside.declared,
@@ -319,8 +327,12 @@ class Steps:
         if flops is not None:
             left = computation.find(instruction.operands[0]).shape.dtype
             inside.add_matmul(multiplied_as(left, *precision_of(instruction)), flops)
+            if is_turned_around(instruction):
+                inside.turned_flops += flops
             return
-        inside.transposed += transposed(instruction, computation)
+        moved, how = transposed(instruction, computation, fused_from is not None)
+        inside.transposed += moved
+        inside.collided += moved if how is Turn.COLLIDES else 0
         flops = plain_flops(instruction, computation)
         inside.elements += flops
         if opcode in TRANSCENDENTAL:

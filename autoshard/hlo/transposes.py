@@ -1,13 +1,20 @@
 """Elements that an instruction moves from one densest dimension to another."""
 
-from autoshard.cache_lines import crosses_lines
+from autoshard.cache_lines import Turn, turn
+from autoshard.hlo.flops import ELEMENTWISE
 from autoshard.hlo.records import Computation, Instruction, Shape
 
+_AT_THE_SAME_PLACES = ELEMENTWISE | {"bitcast", "copy", "reshape", "transpose"}
 
-def transposed(instruction: Instruction, computation: Computation) -> int:
-    """Elements that a copy or transpose moves across cache lines; 0 for other instructions."""
+
+def transposed(instruction: Instruction, computation: Computation, fused: bool) -> tuple[int, Turn]:
+    """Elements that a copy or transpose reads across cache lines, and how; 0 for all else.
+
+    Args:
+      fused: it is part of a kernel: what goes into it elementwise is read just so, each array.
+    """
     if instruction.opcode not in ("copy", "transpose"):
-        return 0
+        return 0, Turn.STAYS
     source, made = computation.find(instruction.operands[0]).shape, instruction.shape
     if instruction.opcode == "transpose":
         dimensions = instruction.ints("dimensions")
@@ -15,11 +22,30 @@ def transposed(instruction: Instruction, computation: Computation) -> int:
         dimensions = tuple(range(len(made.dims)))
     # Both in dimensions of what is made.
     before = [dimensions.index(d) for d in _densest_first(source)]
-    after = _densest_first(made)
-    if not after or before[0] == after[0]:
-        return 0
-    extents = made.dims[before[0]], made.dims[after[0]]
-    return made.size if crosses_lines(*extents, made.bytes / made.size) else 0
+    how = turn(made.dims, before, _densest_first(made), made.bytes / max(made.size, 1))
+    if how is Turn.STAYS:
+        return 0, how
+    return made.size * (_arrays(instruction, computation) if fused else 1), how
+
+
+def _arrays(instruction: Instruction, computation: Computation) -> int:
+    """How many arrays of its size an instruction's operand is made of at the same places."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    stack = [instruction.operands[0]]
+    while stack:
+        name = stack.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        maker = computation.find(name)
+        if maker.shape.size != instruction.shape.size:
+            continue
+        if maker.opcode in _AT_THE_SAME_PLACES:
+            stack += maker.operands
+        elif maker.opcode == "parameter":
+            found.add(name)
+    return max(len(found), 1)
 
 
 def _densest_first(shape: Shape) -> list[int]:

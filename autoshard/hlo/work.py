@@ -14,10 +14,12 @@ class Work:
       matmul_flops: (dtype of the left operand, as `precision.multiplied_as` has it, operations) of
         matrix products and convolutions, sorted; declared operations of a custom call count here,
         under the type of its first float operand, or of its integers where it has none.
+      turned_flops: the part of them that are convolutions whose kernel is read backwards.
       element_flops: all other operations, transcendentals included.
       transcendentals: the part of them that are exp, tanh, sqrt and their like.
       bytes: read from and written to the main memory.
-      transposed: elements that fused transposes move across cache lines (`hlo.transposes`).
+      transposed: elements that transposes read across cache lines (`hlo.transposes`).
+      collided: the part of them whose lines push each other out of the cache.
       cycles: the compiler's own estimate, clock cycles; None where it prints none that can be.
       declared: operations and bytes come from the declared cost of a custom call.
     """
@@ -25,9 +27,11 @@ class Work:
     opcode: str
     name: str
     matmul_flops: tuple[tuple[str, float], ...] = ()
+    turned_flops: float = 0.0
     element_flops: float = 0.0
     transcendentals: float = 0.0
     bytes: float = 0.0
     transposed: float = 0.0
+    collided: float = 0.0
     cycles: int | None = None
     declared: bool = False

@@ -124,15 +124,26 @@ class Propagator:
             traffic[k] += regathered.get(value, 0.0)
         summed = {value for value, parts in contracted.items() if parts > divided[value]}
         moves = [product < 0 or product in summed for product in kernels.transposed_product]
-        transposed = np.bincount(
-            kernels.transposed_kernel,
-            weights=(kernels.value_elements / divided)[kernels.transposed_value] * moves,
-            minlength=len(kernels.kernel_value),
+        crossing = (kernels.value_elements / divided)[kernels.transposed_value] * moves
+        crossing = crossing * kernels.transposed_arrays
+        transposed, collided = (
+            np.bincount(
+                kernels.transposed_kernel, weights=weights, minlength=len(kernels.kernel_value)
+            )
+            for weights in (crossing, crossing * kernels.transposed_collides)
         )
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
         block = _peak_of(kernels, local, spikes)
-        compute_s = cost.kernels_s(flops, traffic, trips, kernels.kernel_dtypes, transposed)
+        compute_s = cost.kernels_s(
+            flops,
+            traffic,
+            trips,
+            kernels.kernel_dtypes,
+            transposed,
+            collided,
+            kernels.kernel_turned,
+        )
         compute_s += cost.fresh_s(block, _OFF_BY)
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)

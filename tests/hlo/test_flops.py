@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.convolutions import Window, taps
 from autoshard.hlo import HloError, count, parse
-from autoshard.hlo.flops import _taps
 
 
 def flops_of(body: str) -> float:
@@ -65,7 +65,10 @@ def test_taps_are_those_that_fall_on_data(data, kernel, stride, low, high, sprea
         for k in range(kernel)
         for at in [o * stride + k * step - low]
     )
-    assert _taps(data, kernel, out, stride, low, spread, step) == slow
+    window = Window(
+        data=data, kernel=kernel, out=out, stride=stride, low=low, spread=spread, step=step
+    )
+    assert taps(window) == slow
 
 
 def test_a_convolution_counts_no_padding(compile_hlo):

@@ -25,7 +25,7 @@ ENTRY %main (x: {source}) -> {made} {{
 def moved(source: str, made: str, operation: str) -> int:
     module = parse(FUSED.format(source=source, made=made, operation=operation))
     body = module.find("f")
-    return transposed(body.root, body)
+    return transposed(body.root, body, True)[0]
 
 
 @pytest.mark.parametrize(

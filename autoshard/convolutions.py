@@ -1,0 +1,64 @@
+"""Convolutions: which taps fall on data, and which of them XLA:CPU writes as plain loops.
+
+XLA turns a convolution around where the kernel covers more places than the data have: the data are
+taken for the kernel, and read backwards (`AlgebraicSimplifierVisitor::SwapConvOperands`). XLA:CPU
+has no library for what is read backwards (`PotentiallyImplementedAsEigenConvolution`) and writes
+loops over it, an element at a time. So seen with jax 0.10.2 and 0.12.0.1.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One dimension of a convolution's window.
+
+    Attributes:
+      data, kernel, out: extents of what is convolved, with what, and of the result.
+      stride: places of the data from one result to the next.
+      low: padding in front of the data.
+      spread: dilation of the data.
+      step: dilation of the kernel.
+    """
+
+    data: int
+    kernel: int
+    out: int
+    stride: int = 1
+    low: int = 0
+    spread: int = 1
+    step: int = 1
+
+
+@functools.lru_cache(maxsize=1024)
+def taps(window: Window) -> int:
+    """Pairs of (output position, kernel position) on one dimension that fall on data."""
+    extent = (window.data - 1) * window.spread + 1 if window.data else 0
+    common = math.gcd(window.stride, window.spread)
+    period = window.spread // common
+    total = 0
+    for k in range(window.kernel):
+        offset = k * window.step - window.low
+        if offset % common:
+            continue
+        # Output positions o with 0 <= o * stride + offset < extent that hit a multiple of spread.
+        first = max(0, -(offset // window.stride))
+        last = min(window.out - 1, (extent - 1 - offset) // window.stride)
+        wanted = -(offset // common) * pow(window.stride // common, -1, period) % period
+        first += (wanted - first) % period
+        if first <= last:
+            total += (last - first) // period + 1
+    return total
+
+
+def is_turned_around(windows: Sequence[Window], groups: int) -> bool:
+    """Whether XLA takes the data for the kernel and the kernel for the data.
+
+    Args:
+      groups: of features, or of the batch; 1 for none.
+    """
+    kernel = math.prod(window.kernel for window in windows)
+    return groups == 1 and kernel > math.prod(window.data for window in windows)
