@@ -61,4 +61,11 @@ def is_turned_around(windows: Sequence[Window], groups: int) -> bool:
       groups: of features, or of the batch; 1 for none.
     """
     kernel = math.prod(window.kernel for window in windows)
-    return groups == 1 and kernel > math.prod(window.data for window in windows)
+    data = math.prod(w.kernel if _meets_one_place(w) else w.data for w in windows)
+    return groups == 1 and kernel > data
+
+
+def _meets_one_place(window: Window) -> bool:
+    """Whether a kernel is laid over a single place of data in all ways: XLA leaves that alone."""
+    over_all = window.low == window.kernel - 1 and window.out == window.kernel
+    return window.data == 1 and window.stride == window.step == 1 and over_all

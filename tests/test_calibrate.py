@@ -11,6 +11,7 @@ from autoshard import calibrate
 from autoshard.calibrate import (
     beyond_caches,
     chip_of_kind,
+    collided_s,
     fresh_s_per_byte,
     least_of_rounds,
     median_of_draws,
@@ -48,7 +49,8 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     assert 1e8 < constants.bandwidth_bytes_per_s < 1e13
     assert 0 < constants.launch_s < 1e-2
     assert 0 <= constants.fresh_s_per_byte < 1e-7
-    assert 0 <= constants.transposed_s < 1e-6
+    assert 0 <= constants.transposed_s <= constants.collided_s < 1e-6
+    assert 0 < constants.turned_flops_per_s < constants.contract_flops_per_s
     assert constants.gathers_by_dimension
     assert {(x.kind, x.group_size) for x in constants.links} == {
         (k, n) for k in KINDS for n in (2, 8)
@@ -157,6 +159,9 @@ def test_a_transposed_element_costs_what_a_straight_one_does_not():
     seconds = {"straight": 0.002, "transposed": 0.002 + elements * 1e-9}
     assert transposed_s(seconds, 4) == pytest.approx(1e-9)
     assert transposed_s({**seconds, "transposed": 0.001}, 4) == 0.0
+    seconds |= {"aligned": 0.001, "collided": 0.001 + 4 * 512 * 512 * 5e-9}
+    assert collided_s(seconds, 4) == pytest.approx(5e-9)
+    assert collided_s({**seconds, "collided": 0.001}, 4) == pytest.approx(1e-9)  # no less
 
 
 def test_the_file_holds_date_digest_and_identity(constants, calibration):

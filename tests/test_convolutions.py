@@ -16,6 +16,12 @@ def forward(x, k, stride: int = 1):  # type: ignore[no-untyped-def]
     return jax.lax.conv_general_dilated(x, k, (stride,) * 2, "SAME", dimension_numbers=LABELS)
 
 
+def all_places(x, k):  # type: ignore[no-untyped-def]
+    """Each place of the kernel meets the one place of the data."""
+    padding = ((k.shape[0] - 1,) * 2,) * 2
+    return jax.lax.conv_general_dilated(x, k, (1, 1), padding, dimension_numbers=LABELS)
+
+
 def towards_the_images(x, k):  # type: ignore[no-untyped-def]
     return jax.grad(lambda x: jnp.sum(jnp.sin(forward(x, k, stride=2))))(x)
 
@@ -27,6 +33,8 @@ def towards_the_images(x, k):  # type: ignore[no-untyped-def]
         (forward, 3, 3, False),
         (forward, 2, 3, True),
         (forward, 1, 1, False),
+        (forward, 1, 3, True),
+        (all_places, 1, 3, False),
         (forward, 4, 5, True),
         (towards_the_images, 8, 3, False),
         (towards_the_images, 4, 3, True),
