@@ -11,7 +11,7 @@ PACKAGE = ROOT / "autoshard"
 
 LAYERS = (
     {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"}
-    | {"catalogue", "topology", "subaxes", "cache_lines", "precision"},
+    | {"catalogue", "topology", "subaxes", "cache_lines", "convolutions", "precision"},
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips", "transposes"}
     | {
