@@ -23,17 +23,17 @@ _FEW_SETS, _LINES_OF_A_SET = 4, 32
 """From where on copies took several times as long (docs/decisions/0029)."""
 
 
-class Turn(enum.Enum):
-    """What becomes of the lines: they stay, elements cross them, they collide besides."""
+class Lines(enum.Enum):
+    """What becomes of cache lines: they stay, elements cross them, they collide besides."""
 
-    STAYS = 0
-    CROSSES = 1
-    COLLIDES = 2
+    STAY = 0
+    CROSS = 1
+    COLLIDE = 2
 
 
-def turn(
+def lines_read(
     extents: Sequence[int], before: Sequence[int], after: Sequence[int], bytes_each: float
-) -> Turn:
+) -> Lines:
     """How a loop that writes in one order of dimensions reads what lies in another.
 
     Args:
@@ -42,11 +42,11 @@ def turn(
       bytes_each: of an element.
     """
     if not after or before[0] == after[0]:
-        return Turn.STAYS
+        return Lines.STAY
     if min(extents[before[0]], extents[after[0]]) * bytes_each <= LINE_BYTES:
-        return Turn.STAYS
+        return Lines.STAY
     apart = bytes_each * math.prod(extents[d] for d in before[: before.index(after[0])])
     sets = WAY_BYTES // math.gcd(int(apart), WAY_BYTES)
     touched = math.prod(extents[d] for d in after[: after.index(before[0])])
     collides = sets <= _FEW_SETS and touched > _LINES_OF_A_SET * sets
-    return Turn.COLLIDES if collides else Turn.CROSSES
+    return Lines.COLLIDE if collides else Lines.CROSS

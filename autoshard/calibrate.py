@@ -80,9 +80,9 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         probes["kept"] = program(_written(width), some, 8)
         probes["fresh"] = program(_written(FRESH_FROM_BYTES // 4 + width), some, 8)
         probes["straight"] = program(lambda x: x * 1.5, some, *_MATRIX)
-        probes["transposed"] = program(_turned, some, *_MATRIX)
+        probes["transposed"] = program(_swapped, some, *_MATRIX)
         probes["aligned"] = program(lambda x: x * 1.5, some, *_ALIGNED)
-        probes["collided"] = program(_turned, some, *_ALIGNED)
+        probes["collided"] = program(_swapped, some, *_ALIGNED)
     else:
         idle_s = least_of_rounds({"nothing": probes["nothing"]})["nothing"]
         sized = on_accelerator(mesh, target.memory_bytes, idle_s)
@@ -243,7 +243,7 @@ def collided_s(seconds: Mapping[object, float], devices: int) -> float:
     return max(beyond, transposed_s(seconds, devices))
 
 
-def _turned(x: jax.Array) -> jax.Array:
+def _swapped(x: jax.Array) -> jax.Array:
     """A program that transposes a matrix on each device."""
     return jnp.swapaxes(x, 1, 2) * 1.5
 

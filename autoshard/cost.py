@@ -30,9 +30,9 @@ MODEL_REVISION = 33
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs`,
-`operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes` or `rungs` (propagate, sending,
-own_sends), to what `compat` reads of a module or tells the partitioner, or to which constraints
-`constraints.told` keeps.
+`operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`, `cache_lines`, `convolutions`
+or `rungs` (propagate, sending, own_sends), to what `compat` reads of a module or tells the
+partitioner, or to which constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Collection
 from typing import NamedTuple
 
-from autoshard.cache_lines import Turn
+from autoshard.cache_lines import Lines
 from autoshard.operations import BORDERS, FREE, HEAVY, JOINS, SLICES, Operations
 
 _EXPENSIVE = frozenset(
@@ -203,7 +203,7 @@ class Fusion:
                 value=value,
                 product=product,
                 arrays=self._made_of(value) if copies else self._arrays(ops.operands[v], kernel),
-                collides=how is Turn.COLLIDES,
+                collides=how is Lines.COLLIDE,
             )
             for value, how in found.items()
         ]

@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from autoshard.buffers import Loop
-from autoshard.cache_lines import Turn
+from autoshard.cache_lines import Lines
 from autoshard.compat import stablehlo
 from autoshard.compat.convolution import convolution
 from autoshard.compat.invariants import Origin, origin_of
@@ -153,7 +153,7 @@ class Operations:
         self.loops: list[Loop] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
         self.turned: set[int] = set()
-        self.transposed: dict[int, dict[int, Turn]] = {}
+        self.transposed: dict[int, dict[int, Lines]] = {}
         self.length = 0
         self.sent: list[OwnSend] = []
         self.assumptions: list[str] = []

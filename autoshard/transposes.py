@@ -10,12 +10,12 @@ those of a convolution to batch, space, features and space, features read, featu
 
 from collections.abc import Sequence
 
-from autoshard.cache_lines import Turn, turn
+from autoshard.cache_lines import Lines, lines_read
 from autoshard.compat import stablehlo
 from autoshard.compat.convolution import convolution
 
 
-def transposed_operands(operation: stablehlo.Operation) -> dict[int, Turn]:
+def transposed_operands(operation: stablehlo.Operation) -> dict[int, Lines]:
     """Which operands of an operation XLA:CPU moves across cache lines, in it or for it, and how."""
     orders: dict[int, Sequence[int]] = {}
     if operation.name == "stablehlo.transpose":
@@ -25,8 +25,8 @@ def transposed_operands(operation: stablehlo.Operation) -> dict[int, Turn]:
     elif operation.name == "stablehlo.convolution":
         read = convolution(operation)
         orders = {} if read.turned else dict(enumerate(read.orders))
-    turns = {i: _turn(operation.operands[i], to) for i, to in orders.items()}
-    return {i: how for i, how in turns.items() if how is not Turn.STAYS}
+    turns = {i: _lines(operation.operands[i], to) for i, to in orders.items()}
+    return {i: how for i, how in turns.items() if how is not Lines.STAY}
 
 
 def _orders_of_product(operation: stablehlo.Operation) -> dict[int, Sequence[int]]:
@@ -52,8 +52,8 @@ def _is_read_as_it_lies(
     return list(to) == sorted(to)
 
 
-def _turn(value: stablehlo.Value, to: Sequence[int]) -> Turn:
+def _lines(value: stablehlo.Value, to: Sequence[int]) -> Lines:
     dims, bits = stablehlo.shape_and_bits(str(value.type))
     before = [d for d in reversed(range(len(dims))) if dims[d] > 1]
     after = [d for d in reversed(to) if dims[d] > 1]
-    return turn(dims, before, after, bits / 8)
+    return lines_read(dims, before, after, bits / 8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard import hlo
-from autoshard.cache_lines import Turn, turn
+from autoshard.cache_lines import Lines, lines_read
 from autoshard.compat.executable import compile_module
 from autoshard.cost import CostModel
 from autoshard.hlo.steps import Launch, Steps
@@ -167,12 +167,14 @@ def test_gradients_are_transposed_as_compiled(
 
 def test_lines_a_power_of_two_apart_collide() -> None:
     """Of square matrices: 2048 bytes apart they take two sets, 2064 apart all of them."""
-    assert turn((512, 512), (1, 0), (0, 1), 4.0) is Turn.COLLIDES
-    assert turn((516, 516), (1, 0), (0, 1), 4.0) is Turn.CROSSES
-    assert turn((32, 1024), (1, 0), (0, 1), 4.0) is Turn.CROSSES  # a set and the next cache hold 32
-    assert turn((512, 16), (1, 0), (0, 1), 4.0) is Turn.STAYS
+    assert lines_read((512, 512), (1, 0), (0, 1), 4.0) is Lines.COLLIDE
+    assert lines_read((516, 516), (1, 0), (0, 1), 4.0) is Lines.CROSS
+    assert (
+        lines_read((32, 1024), (1, 0), (0, 1), 4.0) is Lines.CROSS
+    )  # a set and the next cache hold 32
+    assert lines_read((512, 16), (1, 0), (0, 1), 4.0) is Lines.STAY
     images = (32, 16, 16, 64)  # back at a line after all places of all images
-    assert turn(images, (3, 2, 1, 0), (0, 2, 1, 3), 4.0) is Turn.COLLIDES
+    assert lines_read(images, (3, 2, 1, 0), (0, 2, 1, 3), 4.0) is Lines.COLLIDE
 
 
 def test_both_rungs_count_what_collides() -> None:
@@ -196,6 +198,18 @@ def test_each_array_that_makes_what_is_transposed_is_read_across_lines() -> None
     kernels = kernels_of(swapped, *shapes)
     assert kernels.transposed_arrays.tolist() == [2]
     assert compiled(swapped, *shapes) == 2 * 40 * 50
+
+
+def test_what_makes_a_convolutions_operand_is_read_across_lines_too() -> None:
+    def gradient(a, b, g):  # type: ignore[no-untyped-def]
+        return jax.lax.conv_general_dilated(
+            a * b, g, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC")
+        )
+
+    images = (24, 12, 12, 40)
+    shapes = images, images, (24, 12, 12, 20)
+    assert kernels_of(gradient, *shapes).transposed_arrays.tolist() == [2]
+    assert compiled(gradient, *shapes) == 2 * 24 * 12 * 12 * 40
 
 
 def test_a_kernel_gradient_copies_the_images() -> None:

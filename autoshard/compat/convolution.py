@@ -16,14 +16,12 @@ class Convolution:
     """One `stablehlo.convolution`.
 
     Attributes:
-      windows: of its spatial dimensions, in order.
       flops: operations, 2 for each multiply-add with a tap that falls on data.
       turned: XLA takes its data for the kernel (`convolutions`).
       orders: of the dimensions of both operands as XLA:CPU's library reads them: batch, space,
         features; space, features read, features made.
     """
 
-    windows: tuple[Window, ...]
     flops: float
     turned: bool
     orders: tuple[list[int], list[int]]
@@ -44,7 +42,7 @@ def convolution(operation: Operation) -> Convolution:
     if "padding" in operation.attributes:
         padding = np.array(ir.DenseIntElementsAttr(operation.attributes["padding"]))
         low = padding.reshape(-1, 2)[:, 0].tolist()
-    windows = tuple(
+    windows = [
         Window(
             data=data[space[i]],
             kernel=kernel[kernel_space[i]],
@@ -55,7 +53,7 @@ def convolution(operation: Operation) -> Convolution:
             step=step[i],
         )
         for i, out in enumerate(numbers.output_spatial_dimensions)
-    )
+    ]
     batch, features = numbers.input_batch_dimension, numbers.input_feature_dimension
     batch_groups, feature_groups = (
         ir.IntegerAttr(operation.attributes[name]).value
@@ -68,7 +66,6 @@ def convolution(operation: Operation) -> Convolution:
         numbers.kernel_output_feature_dimension,
     )
     return Convolution(
-        windows=windows,
         flops=2.0 * pairs * each * made[numbers.output_feature_dimension],
         turned=is_turned_around(windows, batch_groups * feature_groups),
         orders=([batch, *space, features], [*kernel_space, read, made_of]),

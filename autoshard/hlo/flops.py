@@ -136,8 +136,8 @@ def convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, out: Sha
     return 2.0 * features * out.dims[labels[3].index("f")] * batch * falling
 
 
-def is_turned_around(instruction: Instruction) -> bool:
-    """Whether an instruction is a convolution whose kernel is read backwards (`convolutions`)."""
+def reads_backwards(instruction: Instruction) -> bool:
+    """Whether an instruction is a convolution that was turned around (`convolutions`)."""
     reversed_ = _window(instruction.attribute("window")).get("rhs_reversal", [])
     return instruction.opcode == "convolution" and (1,) in reversed_
 

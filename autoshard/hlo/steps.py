@@ -8,16 +8,16 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from autoshard.cache_lines import Turn
+from autoshard.cache_lines import Lines
 from autoshard.hlo.collectives import collective, continues_another, is_collective
 from autoshard.hlo.custom_calls import call_cost
 from autoshard.hlo.flops import (
     ELEMENTWISE,
     TRANSCENDENTAL,
-    is_turned_around,
     matmul_flops,
     plain_flops,
     precision_of,
+    reads_backwards,
 )
 from autoshard.hlo.records import Computation, HloModule, Instruction
 from autoshard.hlo.slices import crossing, mesh_of_slice, rendezvous
@@ -327,12 +327,12 @@ class Steps:
         if flops is not None:
             left = computation.find(instruction.operands[0]).shape.dtype
             inside.add_matmul(multiplied_as(left, *precision_of(instruction)), flops)
-            if is_turned_around(instruction):
+            if reads_backwards(instruction):
                 inside.turned_flops += flops
             return
         moved, how = transposed(instruction, computation, fused_from is not None)
         inside.transposed += moved
-        inside.collided += moved if how is Turn.COLLIDES else 0
+        inside.collided += moved if how is Lines.COLLIDE else 0
         flops = plain_flops(instruction, computation)
         inside.elements += flops
         if opcode in TRANSCENDENTAL:

@@ -1,20 +1,22 @@
 """Elements that an instruction moves from one densest dimension to another."""
 
-from autoshard.cache_lines import Turn, turn
+from autoshard.cache_lines import Lines, lines_read
 from autoshard.hlo.flops import ELEMENTWISE
 from autoshard.hlo.records import Computation, Instruction, Shape
 
 _AT_THE_SAME_PLACES = ELEMENTWISE | {"bitcast", "copy", "reshape", "transpose"}
 
 
-def transposed(instruction: Instruction, computation: Computation, fused: bool) -> tuple[int, Turn]:
+def transposed(
+    instruction: Instruction, computation: Computation, fused: bool
+) -> tuple[int, Lines]:
     """Elements that a copy or transpose reads across cache lines, and how; 0 for all else.
 
     Args:
       fused: it is part of a kernel: what goes into it elementwise is read just so, each array.
     """
     if instruction.opcode not in ("copy", "transpose"):
-        return 0, Turn.STAYS
+        return 0, Lines.STAY
     source, made = computation.find(instruction.operands[0]).shape, instruction.shape
     if instruction.opcode == "transpose":
         dimensions = instruction.ints("dimensions")
@@ -22,8 +24,8 @@ def transposed(instruction: Instruction, computation: Computation, fused: bool) 
         dimensions = tuple(range(len(made.dims)))
     # Both in dimensions of what is made.
     before = [dimensions.index(d) for d in _densest_first(source)]
-    how = turn(made.dims, before, _densest_first(made), made.bytes / max(made.size, 1))
-    if how is Turn.STAYS:
+    how = lines_read(made.dims, before, _densest_first(made), made.bytes / max(made.size, 1))
+    if how is Lines.STAY:
         return 0, how
     return made.size * (_arrays(instruction, computation) if fused else 1), how
 

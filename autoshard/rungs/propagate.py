@@ -140,9 +140,9 @@ class Propagator:
             traffic,
             trips,
             kernels.kernel_dtypes,
-            transposed,
-            collided,
-            kernels.kernel_turned,
+            transposed=transposed,
+            collided=collided,
+            turned=kernels.kernel_turned,
         )
         compute_s += cost.fresh_s(block, _OFF_BY)
         communication_s = cost.collectives_s(collectives, specs.mesh)
