@@ -34,11 +34,13 @@ from autoshard.cost import (
     Constants,
     LinkCost,
 )
+from autoshard.hlo import parse
+from autoshard.hlo.loops import most_parts
 from autoshard.precision import precise_rates
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 15
+REVISION = 16
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _DRAWS = 5  # of 3 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
@@ -132,6 +134,8 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         transposed_s=transposed_s(seconds, few) if shared else 0.0,
         collided_s=collided_s(seconds, few) if shared else 0.0,
         turned_flops_per_s=rates["turned convolution"] if shared else 0.0,
+        unvectorized_flops_per_s=min(rates["unvectorized"], rates["elements"]) if shared else 0.0,
+        loop_parts=_loop_parts(target) if shared else 1,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),
         links=tuple(links),
@@ -283,6 +287,15 @@ def _forms_reduce_scatter(target: Target) -> bool:
         shape, shape
     )
     return "reduce-scatter" in (product.compile().as_text() or "")
+
+
+def _loop_parts(target: Target) -> int:
+    """Asks the compiler: in how many parts do the host's threads share a large loop?"""
+    n = target.device_count
+    mesh = target.mesh((("x", n),) if n > 1 else ())
+    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    shape = jax.ShapeDtypeStruct((4096 * n, 1024), jnp.float32, sharding=rows)
+    return most_parts(parse(jax.jit(lambda x: x * 1.5).lower(shape).compile().as_text() or ""))
 
 
 def _collective(target: Target, kind: str, group: int, size: int) -> Run:

@@ -26,13 +26,13 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 33
+MODEL_REVISION = 34
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs`,
-`operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`, `cache_lines`, `convolutions`
-or `rungs` (propagate, sending, own_sends), to what `compat` reads of a module or tells the
-partitioner, or to which constraints `constraints.told` keeps.
+`operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`, `cache_lines`, `convolutions`,
+`vectorization` or `rungs` (propagate, sending, own_sends), to what `compat` reads of a module or
+tells the partitioner, or to which constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
@@ -101,6 +101,9 @@ class Constants:
       contract_by_dtype: the same by dtype of the operands, sorted by name; of f32 also by how
         precisely it is multiplied, where that costs more (`precision.precise_rates`).
       element_flops_per_s: everything else, one operation an element.
+      unvectorized_flops_per_s: of that what loops do element by element (`vectorization`); 0 for as
+        fast as the rest.
+      loop_parts: the most parts that the compiler divides a loop into for the host's threads.
       bandwidth_bytes_per_s: memory traffic.
       launch_s: fixed cost of a kernel.
       shared: the rates are of a host whose cores all devices share.
@@ -146,6 +149,8 @@ class Constants:
     transposed_s: float = 0.0
     collided_s: float = 0.0
     turned_flops_per_s: float = 0.0
+    unvectorized_flops_per_s: float = 0.0
+    loop_parts: int = 1
     clock_hz: float = 0.0
     source: str = ""
 
@@ -230,6 +235,7 @@ class CostModel:
         transposed: np.ndarray | float = 0.0,
         collided: np.ndarray | float = 0.0,
         turned: np.ndarray | bool = False,
+        vectorized: np.ndarray | bool = True,
     ) -> float:
         """Seconds of all kernels of a step, for one device.
 
@@ -239,12 +245,15 @@ class CostModel:
           transposed: elements that a kernel reads across cache lines.
           collided: the part of them whose lines push each other out of the cache.
           turned: whether it is a convolution that no library takes.
+          vectorized: whether it does not do its arithmetic element by element.
         """
         c = self.constants
         rates = {dtype: self.rate(dtype) for dtype in set(dtypes)}
         rate = np.array([rates[dtype] for dtype in dtypes])
         if c.turned_flops_per_s:
             rate = np.where(turned, c.turned_flops_per_s, rate)
+        if c.unvectorized_flops_per_s:
+            rate = np.where(vectorized, rate, c.unvectorized_flops_per_s)
         arithmetic_s, memory_s = flops / rate, bytes_ / c.bandwidth_bytes_per_s
         each = np.maximum(arithmetic_s, memory_s)
         if c.shared:
@@ -290,7 +299,10 @@ class CostModel:
         if work.turned_flops and c.turned_flops_per_s:
             busy *= 1.0 - work.turned_flops / sum(flops for _, flops in work.matmul_flops)
             busy += work.turned_flops / c.turned_flops_per_s
-        busy += work.element_flops / c.element_flops_per_s
+        one_by_one = work.unvectorized_flops if c.unvectorized_flops_per_s else 0.0
+        busy += (work.element_flops - one_by_one) / c.element_flops_per_s
+        if one_by_one:
+            busy += one_by_one / c.unvectorized_flops_per_s
         memory_s = work.bytes / c.bandwidth_bytes_per_s
         packed = c.shared and work.matmul_flops
         each = busy + memory_s if packed else max(busy, memory_s)

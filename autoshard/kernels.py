@@ -31,6 +31,8 @@ class KernelTable:
     Attributes:
       value_bytes: (n,) size of each value on one device if nothing is sharded.
       value_elements: (n,) elements of it.
+      value_rows: (n,) extent of its first dimension.
+      value_inner_loops: (n,) how many other dimensions have more than one element.
       tags: tag of an operation -> (first value, number of results); values are numbered so.
       entries: tag of a manual region -> the same of what its body is given.
       argument_values: value number of each argument of main.
@@ -40,6 +42,7 @@ class KernelTable:
       kernel_flops: (k,) floating-point operations if nothing is sharded, fused chains included.
       kernel_trips: (k,) how often it runs in a step.
       kernel_writes: (k,) 1 if it writes its whole value, 0 if it updates in place.
+      kernel_loops: (k,) whether it computes each element of its value from those at the same place.
       kernel_turned: (k,) whether it is a convolution that XLA turns around (`convolutions`).
       kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`, with how
         precisely it multiplies (`precision.multiplied_as`); else "".
@@ -62,6 +65,8 @@ class KernelTable:
 
     value_bytes: np.ndarray
     value_elements: np.ndarray
+    value_rows: np.ndarray
+    value_inner_loops: np.ndarray
     tags: dict[int, tuple[int, int]]
     entries: dict[int, tuple[int, int]]
     argument_values: list[int]
@@ -71,6 +76,7 @@ class KernelTable:
     kernel_flops: np.ndarray
     kernel_trips: np.ndarray
     kernel_writes: np.ndarray
+    kernel_loops: np.ndarray
     kernel_turned: np.ndarray
     kernel_dtypes: tuple[str, ...]
     read_kernel: np.ndarray
@@ -184,6 +190,8 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
     return KernelTable(
         value_bytes=np.array(ops.sizes),
         value_elements=np.array(ops.elements),
+        value_rows=np.array(ops.rows),
+        value_inner_loops=np.array(ops.inner_loops),
         tags=ops.tags,
         entries=ops.entries,
         argument_values=ops.arguments,
@@ -193,6 +201,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         kernel_flops=np.array(kernel_flops),
         kernel_trips=np.array(kernel_trips),
         kernel_writes=np.array(kernel_writes),
+        kernel_loops=np.array([ops.op_of[v] not in HEAVY for v in kernel_value], dtype=bool),
         kernel_turned=np.array([v in ops.turned for v in kernel_value], dtype=bool),
         kernel_dtypes=tuple(kernel_dtypes),
         read_kernel=np.array(read_kernel, dtype=int),

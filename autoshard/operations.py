@@ -107,6 +107,8 @@ class Operations:
 
     Attributes:
       sizes, elements: bytes and elements of each value on one device if nothing is sharded.
+      rows: the extent of its first dimension; 1 of a number.
+      inner_loops: how many of its other dimensions have more than one element.
       parents: for a constraint's value the value it constrains, else -1.
       op_of: the operation that makes a value, "" for arguments.
       operands: of that operation, by number.
@@ -135,6 +137,8 @@ class Operations:
     def __init__(self, main: stablehlo.Block, site_of_tag: dict[int, int], platform: str):
         self.sizes: list[float] = []
         self.elements: list[float] = []
+        self.rows: list[int] = []
+        self.inner_loops: list[int] = []
         self._dimensions: list[int] = []
         self.parents: list[int] = []
         self.op_of: list[str] = []
@@ -183,6 +187,8 @@ class Operations:
         self._number[value] = index
         count = float(math.prod(dims))
         self.elements.append(count)
+        self.rows.append(dims[0] if dims else 1)
+        self.inner_loops.append(sum(d > 1 for d in dims[1:]))
         self._dimensions.append(sum(d > 1 for d in dims))
         self.sizes.append(count * bits / 8)
         self.parents.append(parent)

@@ -6,6 +6,7 @@ copies far larger than any cache.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 
@@ -74,13 +75,17 @@ def on_host(mesh: Mesh) -> dict[str, Probe]:
     """Probes of the cores that the devices of a fake mesh share.
 
     Returns:
-      "product", "elements" and "turned convolution".
+      "product", "elements", "unvectorized" and "turned convolution".
     """
     side, width = 384, 1 << 18
     batch, places, channels = 4, 2, 128
+    rows, columns = 1 << 15, (2, 8)
     return {
         "product": Probe(run=program(_products(1), mesh, side, side), amount=2.0 * side**3),
         "elements": Probe(run=program(_elements(1), mesh, width), amount=7.0 * width),
+        "unvectorized": Probe(
+            run=program(_updated, mesh, rows, *columns), amount=16.0 * rows * math.prod(columns)
+        ),
         "turned convolution": Probe(
             run=program(_convolved, mesh, batch, places, places, channels),
             amount=2.0 * batch * places**4 * channels**2,  # each place meets each
@@ -181,6 +186,13 @@ def _convolved(x: jax.Array) -> jax.Array:
         images, kernel, (1, 1), "SAME", dimension_numbers=dimensions
     )
     return made.reshape(x.shape)
+
+
+def _updated(x: jax.Array) -> jax.Array:
+    """Sixteen operations on each element, as optimizers do: a step of Adam and one of AdaGrad."""
+    moment, square = x * 0.9 + 0.1, x * 0.99 + x * x * 0.01
+    stepped = x - moment / (jnp.sqrt(square) + 1e-8) * 0.01
+    return stepped - jax.lax.rsqrt(square + 1e-7) * moment * 0.01
 
 
 def _elements(times: int) -> Callable[[jax.Array], jax.Array]:

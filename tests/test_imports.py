@@ -11,7 +11,15 @@ PACKAGE = ROOT / "autoshard"
 
 LAYERS = (
     {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"}
-    | {"catalogue", "topology", "subaxes", "cache_lines", "convolutions", "precision"},
+    | {
+        "catalogue",
+        "topology",
+        "subaxes",
+        "cache_lines",
+        "convolutions",
+        "precision",
+        "vectorization",
+    },
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips", "transposes"}
     | {

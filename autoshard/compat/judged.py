@@ -90,6 +90,7 @@ class Judged:
       shards: tag -> for each result the set of mesh axes (or parts) that divide it.
       entries: tag of a manual region -> the same of what its body is given, without the mesh axes
         that are the region's.
+      outermost: tag -> of results that have a sharding those that divide the first dimension.
       contracted: tag of a product or reduction -> mesh axes that divide its work.
       operands: tag of the same -> for each operand the mesh axes that divide what is read, which is
         less than what was made where the partitioner gathers in between.
@@ -100,6 +101,7 @@ class Judged:
 
     shards: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
     entries: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
+    outermost: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
     contracted: dict[int, frozenset[str]] = dataclasses.field(default_factory=dict)
     operands: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
     communication: list[Communication] = dataclasses.field(default_factory=list)
@@ -117,6 +119,16 @@ def read(main: Operation, sizes: dict[str, int], chains: bool) -> Judged:
       chains: whether to count which all-reduces need each other; it takes a while.
     """
     return _Reader(sizes, _Chains() if chains else None).read(main)
+
+
+class _Divided(NamedTuple):
+    """Of each value of a printed sharding the mesh axes that divide it, or its first dimension."""
+
+    axes: tuple[frozenset[str], ...]
+    outermost: tuple[frozenset[str], ...]
+
+
+_UNDIVIDED = _Divided((), ())
 
 
 class _Chains:
@@ -157,7 +169,7 @@ class _Reader:
         self._sizes = sizes
         self._chains = chains
         self._judged = Judged()
-        self._memo: dict[Attribute, tuple[frozenset[str], ...]] = {}
+        self._memo: dict[Attribute, _Divided] = {}
         self._of_value: dict[Value, frozenset[str]] = {}
         # Sums over devices that nothing has used yet, by value: where they stand in the list.
         self._sums: dict[Value, int] = {}
@@ -178,11 +190,15 @@ class _Reader:
 
     def _axes(self, attribute: Attribute) -> tuple[frozenset[str], ...]:
         """Of each value of a printed sharding the mesh axes that divide it."""
+        return self._divided(attribute).axes
+
+    def _divided(self, attribute: Attribute) -> "_Divided":
         found = self._memo.get(attribute)
         if found is None:
-            parts = str(attribute).split("<@")[1:]
-            found = tuple(
-                frozenset(a for dim in parse_sharding("<@" + part) for a in dim) for part in parts
+            values = [parse_sharding("<@" + part) for part in str(attribute).split("<@")[1:]]
+            found = _Divided(
+                axes=tuple(frozenset(a for dim in dims for a in dim) for dims in values),
+                outermost=tuple(frozenset(a for dim in dims[:1] for a in dim) for dims in values),
             )
             self._memo[attribute] = found
         return found
@@ -218,7 +234,9 @@ class _Reader:
         """An operation of the program."""
         name, held, results = op.name, op.attributes, op.results
         said = "out_shardings" if name == MANUAL else "sdy.sharding"
-        shards = self._axes(held[said]) if said in held else ()
+        divided = self._divided(held[said]) if said in held else _UNDIVIDED
+        self._judged.outermost[tag] = divided.outermost
+        shards = divided.axes
         shards += (_NOWHERE,) * (len(results) - len(shards))
         self._judged.shards[tag] = shards
         for result, axes in zip(results, shards, strict=False):

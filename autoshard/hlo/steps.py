@@ -19,6 +19,7 @@ from autoshard.hlo.flops import (
     precision_of,
     reads_backwards,
 )
+from autoshard.hlo.loops import vectorizes
 from autoshard.hlo.records import Computation, HloModule, Instruction
 from autoshard.hlo.slices import crossing, mesh_of_slice, rendezvous
 from autoshard.hlo.traffic import FREE, FREE_CALLS, HOST, Traffic
@@ -264,6 +265,7 @@ class Steps:
                 matmul_flops=tuple(sorted(inside.matmul.items())),
                 element_flops=inside.elements,
                 transcendentals=inside.transcendentals,
+                unvectorized_flops=0.0 if vectorizes(instruction) else inside.elements,
                 turned_flops=inside.turned_flops,
                 transposed=inside.transposed,
                 collided=inside.collided,

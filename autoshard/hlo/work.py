@@ -17,6 +17,7 @@ class Work:
       turned_flops: the part of them that are convolutions whose kernel is read backwards.
       element_flops: all other operations, transcendentals included.
       transcendentals: the part of them that are exp, tanh, sqrt and their like.
+      unvectorized_flops: the part of them that a loop does element by element (`vectorization`).
       bytes: read from and written to the main memory.
       transposed: elements that transposes read across cache lines (`hlo.transposes`).
       collided: the part of them whose lines push each other out of the cache.
@@ -30,6 +31,7 @@ class Work:
     turned_flops: float = 0.0
     element_flops: float = 0.0
     transcendentals: float = 0.0
+    unvectorized_flops: float = 0.0
     bytes: float = 0.0
     transposed: float = 0.0
     collided: float = 0.0

@@ -22,6 +22,7 @@ from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.subaxes import ways
 from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
+from autoshard.vectorization import PART_BYTES, is_vectorized
 
 _OFF_BY = 0.25
 """How far the temporaries judged here are off those of the compiled program, as a share.
@@ -143,6 +144,7 @@ class Propagator:
             transposed=transposed,
             collided=collided,
             turned=kernels.kernel_turned,
+            vectorized=self._vectorized(judged, sizes, divided, flops, traffic, cost.constants),
         )
         compute_s += cost.fresh_s(block, _OFF_BY)
         communication_s = cost.collectives_s(collectives, specs.mesh)
@@ -166,6 +168,32 @@ class Propagator:
             elapsed_s=time.perf_counter() - start,
             exposed_s=communication_s,
         )
+
+    def _vectorized(
+        self,
+        judged: Judged | None,
+        sizes: dict[str, int],
+        divided: np.ndarray,
+        flops: np.ndarray,
+        traffic: np.ndarray,
+        constants: Constants,
+    ) -> np.ndarray | bool:
+        """Which kernels do not do their arithmetic element by element (`vectorization`)."""
+        if not constants.unvectorized_flops_per_s:
+            return True
+        kernels = self._analysis.kernels
+        rows_in = np.ones(len(divided))
+        for tag, outermost in judged.outermost.items() if judged else ():
+            first = kernels.tags.get(tag, (0, 0))[0]
+            for k, axes in enumerate(outermost):
+                rows_in[first + k] = ways(axes, sizes)
+        of = kernels.kernel_value
+        rows = np.ceil(kernels.value_rows[of] / rows_in[of])
+        row_elements = kernels.value_elements[of] / divided[of] / np.maximum(rows, 1.0)
+        parts = np.clip(traffic // PART_BYTES, 1, constants.loop_parts)
+        parts = np.where((parts == 2) & (flops > traffic), 3, parts)  # for arithmetic, some more
+        inner = kernels.value_inner_loops[of]
+        return ~kernels.kernel_loops | is_vectorized(rows, row_elements, inner, parts)
 
     def _regathered(
         self, judged: Judged, sizes: dict[str, int], divided: np.ndarray
