@@ -25,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.catalogue import Chip, catalogue
 from autoshard.compat.device_order import known_kind
 from autoshard.cost import (
-    COMBINES_SUMS,
     FRESH_FROM_BYTES,
     GATHERS_AT_ONCE,
     KINDS,
     MOVES_INVARIANTS,
+    ONE_BY_ONE,
     SUMS_APART,
     Constants,
     LinkCost,
@@ -128,7 +128,7 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         launch_s=above("kernels") / (2 * _TINY * work),
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         folds_sums=target.platform not in SUMS_APART,
-        combines_sums=target.platform in COMBINES_SUMS,
+        one_by_one=target.platform in ONE_BY_ONE,
         moves_invariants=target.platform in MOVES_INVARIANTS,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
         transposed_s=transposed_s(seconds, few) if shared else 0.0,

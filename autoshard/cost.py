@@ -51,11 +51,13 @@ So seen with jax 0.10.2 and 0.12.0.1. XLA:GPU (jax 0.10.2; its passes all-reduce
 all-reduce-reassociate) and libtpu 0.0.42 fold them.
 """
 
-COMBINES_SUMS = frozenset({"cpu"})
-"""Platforms whose compiler combines all-reduces, however large: seen with jax 0.10.2 and 0.12.0.1.
+ONE_BY_ONE = frozenset({"cpu"})
+"""Platforms that send the arrays of a combined collective one after another.
 
-XLA:GPU combines up to 30 MB, and gathers too (jax 0.10.2): next to the steps of pods what that
-saves, the latency of small ones, is nothing, and rung 1 counts them one by one.
+XLA:CPU's compiler combines all-reduces and its runtime takes them apart again: that of k arrays
+takes as long as k (jax 0.10.2, `docs/decisions/0031`). XLA:GPU combines up to 30 MB, and gathers
+too: next to the steps of pods what that saves, the latency of small ones, is nothing. Rung 1 counts
+each array everywhere.
 """
 
 MOVES_INVARIANTS = frozenset({"cpu"})
@@ -116,7 +118,7 @@ class Constants:
       folds_sums: what is summed over devices along several dimensions is summed along all of them
         at once, and sums that are added up are added before they are sent; else one dimension after
         another, and each by itself.
-      combines_sums: all-reduces that do not need each other are sent as one, however large.
+      one_by_one: the arrays of a combined collective are sent one after another.
       moves_invariants: what a loop sends of what it does not change is sent once, in front of it.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
@@ -143,7 +145,7 @@ class Constants:
     contract_by_dtype: tuple[tuple[str, float], ...] = ()
     gathers_by_dimension: bool = True
     folds_sums: bool = True
-    combines_sums: bool = False
+    one_by_one: bool = False
     moves_invariants: bool = False
     fresh_s_per_byte: float = 0.0
     transposed_s: float = 0.0
@@ -166,7 +168,10 @@ class Constants:
     def from_json(data: Mapping[str, object]) -> "Constants":
         links = tuple(LinkCost(**link) for link in data["links"])  # type: ignore[attr-defined]
         by_dtype = tuple((str(d), float(r)) for d, r in data.get("contract_by_dtype", ()))  # type: ignore[attr-defined]
-        return Constants(**{**data, "links": links, "contract_by_dtype": by_dtype})  # type: ignore[arg-type]
+        rest = dict(data)
+        if "combines_sums" in rest:  # until 0.1; true of the same platforms
+            rest["one_by_one"] = rest.pop("combines_sums")
+        return Constants(**{**rest, "links": links, "contract_by_dtype": by_dtype})  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +328,8 @@ class CostModel:
         sizes, latencies, per_bytes = links
         latency = float(np.interp(one.group_size, sizes, latencies))
         per_byte = float(np.interp(one.group_size, sizes, per_bytes))
-        return (latency + per_byte * one.bytes) * self.correction.communication
+        turns = one.arrays if self.constants.one_by_one else 1
+        return (latency * turns + per_byte * one.bytes) * self.correction.communication
 
     def collectives_s(self, collectives: Iterable[Collective], mesh: MeshShape) -> float:
         return sum(self.collective_s(c, mesh) * c.count for c in collectives)

@@ -12,14 +12,12 @@ def partitioned(
     analysis: Analysis,
     specs: Specs,
     attributes: shardings.Attributes | None = None,
-    chains: bool = False,
 ) -> Judged:
     """Asks the partitioner. Not thread-safe: modules share a context.
 
     Args:
       specs: on a mesh of at least one axis.
       attributes: of earlier calls for the same analysis, to save time.
-      chains: whether to count which all-reduces need each other; it takes a while.
     """
     program = analysis.program
     return partitioner.judge(
@@ -30,7 +28,6 @@ def partitioned(
         {i: tuple(zip(s.spec, s.open, strict=True)) for i, s in specs.sites.items()},
         analysis.site_of_tag,
         attributes or shardings.Attributes(analysis.module.context),
-        chains,
     )
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from autoshard.calibrations import calibrated
 from autoshard.cost import (
-    COMBINES_SUMS,
     GATHERS_AT_ONCE,
     MOVES_INVARIANTS,
+    ONE_BY_ONE,
     SUMS_APART,
     Constants,
     CostModel,
@@ -51,7 +51,7 @@ def catalogued(topology: Topology) -> Constants:
         forms_reduce_scatter=True,
         gathers_by_dimension=topology.chip.platform not in GATHERS_AT_ONCE,
         folds_sums=topology.chip.platform not in SUMS_APART,
-        combines_sums=topology.chip.platform in COMBINES_SUMS,
+        one_by_one=topology.chip.platform in ONE_BY_ONE,
         moves_invariants=topology.chip.platform in MOVES_INVARIANTS,
         links=(),
         date="",

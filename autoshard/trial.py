@@ -46,6 +46,7 @@ class Collective:
         empty where groups are no product of them.
       bytes: payload of one execution on one device, in bytes: the larger of the local operand and
         the local result.
+      arrays: how many arrays one execution sends, all of them in `bytes`.
       count: executions in one step, loop trips included.
       source: where in the user's step it comes from, `file:line` or an operation name; may be "".
       members: of a group that is no product of axes, the places in the mesh; else empty.
@@ -58,6 +59,7 @@ class Collective:
     count: int
     source: str = ""
     members: tuple[int, ...] = ()
+    arrays: int = 1
 
     @property
     def total_bytes(self) -> int:

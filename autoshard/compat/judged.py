@@ -59,8 +59,6 @@ class Communication(NamedTuple):
       before, after: local bytes that go in and come out.
       block: a tag of the block it stands in.
       tag: of the operation before it.
-      depth: how many all-reduces over the same mesh axes stand one before the other on the way
-        to an all-reduce; 0 where `read` was not asked to count.
       sum: of an all-reduce; None of others.
       gathered: the mesh axes gathered along each dimension that has some, in order of dimensions.
       location: of the operation.
@@ -74,7 +72,6 @@ class Communication(NamedTuple):
     after: float
     block: int
     tag: int
-    depth: int
     sum: Sum | None
     gathered: tuple[tuple[str, ...], ...]
     location: str
@@ -110,15 +107,14 @@ class Judged:
     result_dims: list[Division] = dataclasses.field(default_factory=list)
 
 
-def read(main: Operation, sizes: dict[str, int], chains: bool) -> Judged:
+def read(main: Operation, sizes: dict[str, int]) -> Judged:
     """What a partitioned main says of each operation, each collective and its own ends.
 
     Args:
       main: with explicit collectives.
       sizes: of the mesh axes.
-      chains: whether to count which all-reduces need each other; it takes a while.
     """
-    return _Reader(sizes, _Chains() if chains else None).read(main)
+    return _Reader(sizes).read(main)
 
 
 class _Divided(NamedTuple):
@@ -131,43 +127,11 @@ class _Divided(NamedTuple):
 _UNDIVIDED = _Divided((), ())
 
 
-class _Chains:
-    """By value, how many all-reduces over the same mesh axes stand one before the other."""
-
-    def __init__(self) -> None:
-        self._of: dict[Value, dict[tuple[str, ...], int]] = {}  # what is in here is not changed
-
-    def follow(self, op: Operation) -> None:
-        """Of what an operation makes: as of what it uses."""
-        if found := self._used(op):
-            for result in op.results:
-                self._of[result] = found
-
-    def through(self, op: Operation, axes: tuple[str, ...]) -> int:
-        """Of what an all-reduce makes one more; how many came before it."""
-        found = self._used(op)
-        before = found.get(axes, 0)
-        self._of[op.results[0]] = {**found, axes: before + 1}
-        return before
-
-    def _used(self, op: Operation) -> dict[tuple[str, ...], int]:
-        found: dict[tuple[str, ...], int] = {}
-        for value in op.operands:
-            one = self._of.get(value)
-            if not one or one is found:
-                continue
-            if found:
-                one = {a: max(found.get(a, 0), one.get(a, 0)) for a in {**found, **one}}
-            found = one
-        return found
-
-
 class _Reader:
     """Walks a partitioned main once, block by block, and notes what it sees."""
 
-    def __init__(self, sizes: dict[str, int], chains: _Chains | None):
+    def __init__(self, sizes: dict[str, int]):
         self._sizes = sizes
-        self._chains = chains
         self._judged = Judged()
         self._memo: dict[Attribute, _Divided] = {}
         self._of_value: dict[Value, frozenset[str]] = {}
@@ -215,20 +179,15 @@ class _Reader:
             if TAG in held:
                 last_tag = held[TAG].value
                 self._tagged(op, last_tag)
-                if self._chains:
-                    self._chains.follow(op)
             elif op.name.startswith("sdy.") and "out_sharding" in held:
                 out = self._axes(held["out_sharding"])[0]
                 self._of_value[op.results[0]] = out
                 if op.name == "sdy.all_reduce":
                     self._reduced(op, out, own_tag, last_tag)
-                    continue
-                if op.name == "sdy.all_slice":
+                elif op.name == "sdy.all_slice":
                     self._cut(op)
                 else:
                     self._resharding(op, out, own_tag, last_tag)
-                if self._chains:
-                    self._chains.follow(op)
 
     def _tagged(self, op: Operation, tag: int) -> None:
         """An operation of the program."""
@@ -284,8 +243,7 @@ class _Reader:
     def _reduced(self, op: Operation, out: frozenset[str], block: int, tag: int) -> None:
         """An all-reduce."""
         axes = _bare(tuple(dict.fromkeys(_AXIS.findall(str(op.attributes["reduction_axes"])))))
-        depth = self._chains.through(op, axes) if self._chains else 0
-        self._send(op, op.operands[0], axes, out, block, tag, depth=depth, sum=_sum(op, axes))
+        self._send(op, op.operands[0], axes, out, block, tag, sum=_sum(op, axes))
         if _used_once(op.results[0]):
             self._sums[op.results[0]] = len(self._judged.communication) - 1
 
@@ -317,7 +275,6 @@ class _Reader:
         block: int,
         tag: int,
         *,
-        depth: int = 0,
         sum: Sum | None = None,
         gathered: tuple[tuple[str, ...], ...] = (),
     ) -> None:
@@ -337,7 +294,6 @@ class _Reader:
                 after=whole / ways(out, self._sizes),
                 block=block,
                 tag=tag,
-                depth=depth,
                 sum=sum,
                 gathered=gathered,
                 location=str(op.location),

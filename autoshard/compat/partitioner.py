@@ -49,13 +49,8 @@ def judge(
     sites: dict[int, Dims],
     site_of_tag: dict[int, int],
     attributes: Attributes,
-    chains: bool = False,
 ) -> Judged:
-    """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result.
-
-    Args:
-      chains: as `judged.read` has it.
-    """
+    """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result."""
     sizes = dict(mesh)
     with module.context:
         copy = module.clone()
@@ -71,7 +66,7 @@ def judge(
                 if dims is not None:
                     op.attributes["sharding"] = attributes(sharding_text(dims))
         propagate(copy, sizes, attributes, names)
-        return read(main_function(copy), sizes, chains)
+        return read(main_function(copy), sizes)
 
 
 def _attribute_list(tensors: Sequence[Dims]) -> str:

@@ -104,6 +104,8 @@ def collective(
         count=1,
         source=module.source(instruction) or instruction.op_name,
         members=partners.members,
+        # The operands of an all-to-all are the parts of one array.
+        arrays=1 if kind == "all_to_all" else len(instruction.operands),
     )
 
 

@@ -75,8 +75,7 @@ class Propagator:
         sizes = dict(specs.mesh)
         judged = None
         if specs.mesh:
-            chains = cost.constants.combines_sums
-            judged = partitioned(analysis, specs, self._attributes, chains)
+            judged = partitioned(analysis, specs, self._attributes)
 
         n = len(kernels.value_bytes)
         divided = np.full(n, np.inf if judged else 1.0)

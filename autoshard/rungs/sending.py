@@ -13,7 +13,6 @@ from autoshard.cost import Constants
 from autoshard.subaxes import ways
 
 _Axes = tuple[str, ...]
-_MOST_COMBINED = 256
 
 
 class Sent(NamedTuple):
@@ -50,29 +49,7 @@ def sent_in_step(
       communication: `in_place`.
       sizes: of the mesh axes.
     """
-    made = [(one, each) for one in communication for each in _sent(one, sizes, constants)]
-    return _combined(made) if constants.combines_sums else made
-
-
-def _combined(made: list[tuple[Communication, Sent]]) -> list[tuple[Communication, Sent]]:
-    """With all-reduces of one block over the same mesh axes as one, unless one needs another.
-
-    XLA's all-reduce-combiner, which for CPU has no limit of bytes, and this of arrays.
-    """
-    found: list[tuple[Communication, Sent]] = []
-    places: dict[tuple[int, int, _Axes], tuple[int, int]] = {}  # in `found`, and how many so far
-    for one, each in made:
-        if each.kind == "all_reduce":
-            key = one.block, one.depth, each.axes
-            at, count = places.get(key, (0, _MOST_COMBINED))
-            if count < _MOST_COMBINED:
-                first, together = found[at]
-                found[at] = first, together._replace(bytes=together.bytes + each.bytes)
-                places[key] = at, count + 1
-                continue
-            places[key] = len(found), 1
-        found.append((one, each))
-    return found
+    return [(one, each) for one in communication for each in _sent(one, sizes, constants)]
 
 
 def folded(one: Communication, constants: Constants) -> bool:

@@ -29,7 +29,7 @@ CPU = CostModel(
         CONSTANTS,
         forms_reduce_scatter=False,
         folds_sums=False,
-        combines_sums=True,
+        one_by_one=True,
         moves_invariants=True,
     )
 )
@@ -205,21 +205,26 @@ def payloads(collectives: tuple[Collective, ...]) -> list[int]:
     return sorted(one.bytes for one in collectives for _ in range(one.count))
 
 
-def test_sums_that_do_not_need_each_other_are_sent_as_one() -> None:
+def test_every_array_of_a_combined_sum_counts() -> None:
+    """XLA:CPU makes one operation of all sums, and sends its arrays one after another."""
     of = analyse(stacked())
     layout = of.space.layout((("x", 8),), {"batch": X}, {})
-    predicted = payloads(judged(of, layout, CPU))
-    assert predicted == payloads(compiled(of, layout))
-    assert predicted == [6 * EMBED * HIDDEN * 4 + 4]  # all gradients, and the loss
+    predicted, (one,) = judged(of, layout, CPU), compiled(of, layout)
+    assert one.arrays == len(predicted) == 7  # the gradients, and the loss
+    assert one.bytes == sum(c.bytes for c in predicted) == 6 * EMBED * HIDDEN * 4 + 4
+    seconds = [CPU.collectives_s(found, layout.mesh) for found in (predicted, (one,))]
+    assert seconds[0] == pytest.approx(seconds[1])
+    assert seconds[0] > 7 * CONSTANTS.links[0].latency_s
 
 
-def test_sums_that_need_each_other_are_sent_apart() -> None:
+def test_sums_that_need_each_other() -> None:
     of = analyse(stacked())
     rules = {a.name: X for a in of.space.axes.axes if a.size == HIDDEN}
     layout = of.space.layout((("x", 8),), rules, rules)
-    predicted = payloads(judged(of, layout, CPU))
-    assert predicted == payloads(compiled(of, layout))
-    assert predicted == [BATCH * EMBED * 4] * 5  # all but the gradient of the batch
+    for found in (judged(of, layout, CPU), compiled(of, layout)):
+        # All but the gradient of the batch.
+        assert payloads(found) == [BATCH * EMBED * 4] * 5
+        assert {c.arrays for c in found} == {1}
 
 
 @pytest.mark.parametrize("name", ["FSDP", "FSDP, gathered once", "ZeRO-1"])
@@ -227,7 +232,7 @@ def test_collectives_of_divided_states_are_as_many_as_compiled(name: str) -> Non
     of = subject("momentum_layers")
     layout = baseline(of.space, name)
     counts, again = (
-        collections.Counter(c.kind for c in found for _ in range(c.count))
+        collections.Counter(c.kind for c in found for _ in range(c.count * c.arrays))
         for found in (judged(of, layout, CPU), compiled(of, layout))
     )
     assert counts == again  # not their bytes: XLA:CPU computes bfloat16 in float32
