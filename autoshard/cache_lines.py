@@ -2,13 +2,14 @@
 
 A loop that moves elements from one densest dimension to another touches a cache line for each of
 them. Where few elements follow each other in one of the two, their lines stay in the cache until
-the others are wanted, and little is lost. Where the lines lie a large power of two apart, as in
-arrays with powers of two for extents, they share a few places in the cache and push each other out.
+the others are wanted, and little is lost. Else the more of these lines share a set of the cache,
+the farther away they have gone until then: many do where they lie a large power of two apart, as in
+arrays with powers of two for extents (`docs/decisions/0032-lines-that-share-a-set.md`).
 """
 
-import enum
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 LINE_BYTES = 64
 """Of a cache line: x86-64, and most Arm cores."""
@@ -19,16 +20,27 @@ WAY_BYTES = 4096
 That of x86-64 finds a set by what a page leaves of an address.
 """
 
-_FEW_SETS, _LINES_OF_A_SET = 4, 32
-"""From where on copies took several times as long (docs/decisions/0029)."""
+_WAYS = 12
+"""Lines that a set of the first cache holds: 8 to 12 on x86-64."""
+
+CROWDED_LINES = 256
+"""Of a set, in the transpose that `Constants.collided_s` is of: 512 x 512 numbers of 4 bytes."""
 
 
-class Lines(enum.Enum):
-    """What becomes of cache lines: they stay, elements cross them, they collide besides."""
+class Lines(NamedTuple):
+    """What becomes of the cache lines that a loop reads.
 
-    STAY = 0
-    CROSS = 1
-    COLLIDE = 2
+    Attributes:
+      crossed: it leaves each after one element, and they do not stay until it comes back.
+      crowding: what an element costs whose line shares a set with more than the set holds, in units
+        of one that shares it with `CROWDED_LINES`; else 0.
+    """
+
+    crossed: bool
+    crowding: float
+
+
+STAY = Lines(False, 0.0)
 
 
 def lines_read(
@@ -42,11 +54,22 @@ def lines_read(
       bytes_each: of an element.
     """
     if not after or before[0] == after[0]:
-        return Lines.STAY
+        return STAY
     if min(extents[before[0]], extents[after[0]]) * bytes_each <= LINE_BYTES:
-        return Lines.STAY
-    apart = bytes_each * math.prod(extents[d] for d in before[: before.index(after[0])])
-    sets = WAY_BYTES // math.gcd(int(apart), WAY_BYTES)
-    touched = math.prod(extents[d] for d in after[: after.index(before[0])])
-    collides = sets <= _FEW_SETS and touched > _LINES_OF_A_SET * sets
-    return Lines.COLLIDE if collides else Lines.CROSS
+        return STAY
+    between = after[: after.index(before[0])]  # it goes over these before it comes back to a line
+    lines = math.prod(extents[d] for d in between)
+    strides = [
+        int(bytes_each * math.prod(extents[d] for d in before[: before.index(turn)]))
+        for turn in between
+    ]
+    of_each = math.prod(
+        min(extents[d], _sets(stride)) for d, stride in zip(between, strides, strict=True)
+    )
+    sharing = lines / min(of_each, _sets(*strides), WAY_BYTES // LINE_BYTES)
+    return Lines(True, math.sqrt(sharing / CROWDED_LINES) if sharing > _WAYS else 0.0)
+
+
+def _sets(*strides: int) -> int:
+    """In how many places of a way those can begin that are multiples of these apart."""
+    return WAY_BYTES // math.gcd(*strides, WAY_BYTES)

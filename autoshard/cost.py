@@ -124,8 +124,8 @@ class Constants:
         pages the system gives anew to each step; on a shared host alone.
       transposed_s: seconds for each element that a transpose reads across cache lines, beyond what
         its bytes take; on a shared host alone.
-      collided_s: the same where the lines push each other out of the cache; 0 for as long as
-        those that do not.
+      collided_s: the same where the lines push each other out of the cache, of a crowding of 1
+        (`cache_lines`); 0 for as long as those that do not.
       turned_flops_per_s: convolutions that no library takes (`convolutions`); 0 for as fast as
         those that one does.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
@@ -248,7 +248,7 @@ class CostModel:
           flops, bytes_, trips: of one entry a kernel.
           dtypes: of a product's operands; "" for other kernels.
           transposed: elements that a kernel reads across cache lines.
-          collided: the part of them whose lines push each other out of the cache.
+          collided: those whose lines push each other out of the cache, each by its crowding.
           turned: whether it is a convolution that no library takes.
           vectorized: whether it does not do its arithmetic element by element.
         """

@@ -9,7 +9,6 @@ import heapq
 from collections.abc import Collection
 from typing import NamedTuple
 
-from autoshard.cache_lines import Lines
 from autoshard.operations import BORDERS, FREE, HEAVY, JOINS, SLICES, Operations
 
 _EXPENSIVE = frozenset(
@@ -61,13 +60,13 @@ class Transposed(NamedTuple):
     Attributes:
       product: the product that makes it just so, unless its parts are summed over devices; else -1.
       arrays: how many of its size are read for it, each across cache lines.
-      collides: the lines push each other out of the cache.
+      crowding: how much the lines push each other out of the cache (`cache_lines`).
     """
 
     value: int
     product: int
     arrays: int
-    collides: bool
+    crowding: float
 
 
 class Fusion:
@@ -203,7 +202,7 @@ class Fusion:
                 value=value,
                 product=product,
                 arrays=self._made_of(value) if copies else self._arrays(ops.operands[v], kernel),
-                collides=how is Lines.COLLIDE,
+                crowding=how.crowding,
             )
             for value, how in found.items()
         ]

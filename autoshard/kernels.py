@@ -52,7 +52,7 @@ class KernelTable:
       transposed_product: (t,) the product that makes it just so, unless its parts are summed over
         devices; else -1.
       transposed_arrays: (t,) how many arrays of its size are read for it, each across cache lines.
-      transposed_collides: (t,) whether the lines push each other out of the cache.
+      transposed_crowding: (t,) how much the lines push each other out of the cache (`cache_lines`).
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
         a constraint count where a layout makes it another array than what it constrains.
@@ -86,7 +86,7 @@ class KernelTable:
     transposed_value: np.ndarray
     transposed_product: np.ndarray
     transposed_arrays: np.ndarray
-    transposed_collides: np.ndarray
+    transposed_crowding: np.ndarray
     buffer: np.ndarray
     live_from: np.ndarray
     live_to: np.ndarray
@@ -211,7 +211,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         transposed_value=np.array([t.value for t in transposed], dtype=int),
         transposed_product=np.array([t.product for t in transposed], dtype=int),
         transposed_arrays=np.array([t.arrays for t in transposed], dtype=int),
-        transposed_collides=np.array([t.collides for t in transposed], dtype=bool),
+        transposed_crowding=np.array([t.crowding for t in transposed], dtype=float),
         buffer=np.array(buffer, dtype=int),
         live_from=live_from,
         live_to=live_to,

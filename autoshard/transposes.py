@@ -26,7 +26,7 @@ def transposed_operands(operation: stablehlo.Operation) -> dict[int, Lines]:
         read = convolution(operation)
         orders = {} if read.turned else dict(enumerate(read.orders))
     turns = {i: _lines(operation.operands[i], to) for i, to in orders.items()}
-    return {i: how for i, how in turns.items() if how is not Lines.STAY}
+    return {i: how for i, how in turns.items() if how.crossed}
 
 
 def _orders_of_product(operation: stablehlo.Operation) -> dict[int, Sequence[int]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard import hlo
-from autoshard.cache_lines import Lines, lines_read
+from autoshard.cache_lines import STAY, lines_read
 from autoshard.compat.executable import compile_module
 from autoshard.cost import CostModel
 from autoshard.hlo.steps import Launch, Steps
@@ -165,29 +165,47 @@ def test_gradients_are_transposed_as_compiled(
     assert with_.compute_s - without.compute_s == pytest.approx(8 * elements * 1e-9)
 
 
-def test_lines_a_power_of_two_apart_collide() -> None:
-    """Of square matrices: 2048 bytes apart they take two sets, 2064 apart all of them."""
-    assert lines_read((512, 512), (1, 0), (0, 1), 4.0) is Lines.COLLIDE
-    assert lines_read((516, 516), (1, 0), (0, 1), 4.0) is Lines.CROSS
-    assert (
-        lines_read((32, 1024), (1, 0), (0, 1), 4.0) is Lines.CROSS
-    )  # a set and the next cache hold 32
-    assert lines_read((512, 16), (1, 0), (0, 1), 4.0) is Lines.STAY
-    images = (32, 16, 16, 64)  # back at a line after all places of all images
-    assert lines_read(images, (3, 2, 1, 0), (0, 2, 1, 3), 4.0) is Lines.COLLIDE
+@pytest.mark.parametrize(
+    ("extents", "before", "after", "sharing"),
+    [
+        ((512, 512), (1, 0), (0, 1), 256),  # 2048 bytes apart: two sets
+        ((256, 256), (1, 0), (0, 1), 64),
+        ((1024, 1024), (1, 0), (0, 1), 1024),
+        ((384, 384), (1, 0), (0, 1), 48),  # 1536 apart: eight sets
+        ((1000, 1000), (1, 0), (0, 1), 1000 / 64),
+        ((516, 516), (1, 0), (0, 1), None),  # 2064 apart: in all sets, of which none is full
+        ((32, 1024), (1, 0), (0, 1), 32),
+        ((64, 64), (1, 0), (0, 1), None),
+        # Images to the front: those of one place share a set, the places of a row take sixteen.
+        ((32, 16, 16, 64), (3, 2, 1, 0), (0, 2, 1, 3), 512),
+    ],
+)
+def test_the_more_lines_share_a_set_the_more_they_crowd(
+    extents: tuple[int, ...],
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    sharing: float | None,
+) -> None:
+    crossed, crowding = lines_read(extents, before, after, 4.0)
+    assert crossed
+    assert crowding == pytest.approx((sharing / 256) ** 0.5 if sharing else 0.0)
+
+
+def test_short_rows_stay_in_their_lines() -> None:
+    assert lines_read((512, 16), (1, 0), (0, 1), 4.0) == STAY
 
 
 def test_both_rungs_count_what_collides() -> None:
     def swapped(x):  # type: ignore[no-untyped-def]
         return jnp.swapaxes(x, 0, 1) * 2.0
 
-    for side, collides in ((512, True), (516, False)):
+    for side, crowding in ((512, 1.0), (256, 0.5), (516, 0.0)):
         kernels = kernels_of(swapped, (side, side))
-        assert kernels.transposed_collides.tolist() == [collides]
+        assert kernels.transposed_crowding.tolist() == [crowding]
         text = jax.jit(swapped).lower(shaped(side, side)).compile().as_text()
         module = hlo.parse(text)
         (work,) = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
-        assert (work.transposed, work.collided) == (side**2, side**2 * collides)
+        assert (work.transposed, work.collided) == (side**2, side**2 * crowding)
 
 
 def test_each_array_that_makes_what_is_transposed_is_read_across_lines() -> None:

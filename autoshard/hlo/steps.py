@@ -8,7 +8,6 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from autoshard.cache_lines import Lines
 from autoshard.hlo.collectives import collective, continues_another, is_collective
 from autoshard.hlo.custom_calls import call_cost
 from autoshard.hlo.flops import (
@@ -334,7 +333,7 @@ class Steps:
             return
         moved, how = transposed(instruction, computation, fused_from is not None)
         inside.transposed += moved
-        inside.collided += moved if how is Lines.COLLIDE else 0
+        inside.collided += moved * how.crowding
         flops = plain_flops(instruction, computation)
         inside.elements += flops
         if opcode in TRANSCENDENTAL:

@@ -1,6 +1,6 @@
 """Elements that an instruction moves from one densest dimension to another."""
 
-from autoshard.cache_lines import Lines, lines_read
+from autoshard.cache_lines import STAY, Lines, lines_read
 from autoshard.hlo.flops import ELEMENTWISE
 from autoshard.hlo.records import Computation, Instruction, Shape
 
@@ -16,7 +16,7 @@ def transposed(
       fused: it is part of a kernel: what goes into it elementwise is read just so, each array.
     """
     if instruction.opcode not in ("copy", "transpose"):
-        return 0, Lines.STAY
+        return 0, STAY
     source, made = computation.find(instruction.operands[0]).shape, instruction.shape
     if instruction.opcode == "transpose":
         dimensions = instruction.ints("dimensions")
@@ -25,7 +25,7 @@ def transposed(
     # Both in dimensions of what is made.
     before = [dimensions.index(d) for d in _densest_first(source)]
     how = lines_read(made.dims, before, _densest_first(made), made.bytes / max(made.size, 1))
-    if how is Lines.STAY:
+    if not how.crossed:
         return 0, how
     return made.size * (_arrays(instruction, computation) if fused else 1), how
 

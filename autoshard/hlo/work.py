@@ -20,7 +20,8 @@ class Work:
       unvectorized_flops: the part of them that a loop does element by element (`vectorization`).
       bytes: read from and written to the main memory.
       transposed: elements that transposes read across cache lines (`hlo.transposes`).
-      collided: the part of them whose lines push each other out of the cache.
+      collided: those of them whose lines push each other out of the cache, each by its crowding
+        (`cache_lines`).
       cycles: the compiler's own estimate, clock cycles; None where it prints none that can be.
       declared: operations and bytes come from the declared cost of a custom call.
     """

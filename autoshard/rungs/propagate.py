@@ -130,7 +130,7 @@ class Propagator:
             np.bincount(
                 kernels.transposed_kernel, weights=weights, minlength=len(kernels.kernel_value)
             )
-            for weights in (crossing, crossing * kernels.transposed_collides)
+            for weights in (crossing, crossing * kernels.transposed_crowding)
         )
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
