@@ -1,7 +1,7 @@
 """Calibration: short measurements on a live target that give the cost model its constants.
 
-Matrix products, a chain of transcendental operations, memory traffic (`probes`; on a host two loops
-over more than its caches hold), many tiny kernels, a block too large for the allocator to keep, a
+Matrix products, a chain of transcendental operations, memory traffic (`probes`; on a host loops
+over less and over more than its caches hold), many tiny kernels, a block too large for the allocator to keep, a
 transpose, and each collective in the smallest and the largest group. What is not measured on an
 accelerator comes from its catalogue entry, where it has one: the clock of the compiler's estimates,
 and the rates of other dtypes than bf16 and f32. All samples are taken in rounds over every probe,
@@ -40,13 +40,20 @@ from autoshard.precision import precise_rates
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 16
+REVISION = 17
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _DRAWS = 5  # of 3 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
-_TURNS = (2, 6)
-_BEYOND_BYTES = 256 << 20  # of all devices: several times the last cache of a host
+# What all devices touch in a turn, bytes, and how many turns: the last is several times the last
+# cache of a host.
+_TOUCHED = {
+    4 << 20: (64, 192),
+    16 << 20: (16, 48),
+    64 << 20: (4, 12),
+    128 << 20: (2, 6),
+    256 << 20: (2, 6),
+}
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
 # float32, 3 MB on each device; no powers of two, whose columns share cache sets.
 _MATRIX = 760, 1000
@@ -76,8 +83,9 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
     if shared:
         sized = on_host(mesh)
         some = Mesh(np.array(target.devices[:few]), ("x",))
-        for turns in _TURNS:
-            probes["memory", turns] = program(_scaled(turns), some, _BEYOND_BYTES // 4 // few)
+        for bytes_, both in _TOUCHED.items():
+            for turns in both:
+                probes["memory", bytes_, turns] = program(_scaled(turns), some, bytes_ // 4 // few)
         probes["nothing of few"] = program(lambda x: x + 1.0, some, 8)
         probes["kept"] = program(_written(width), some, 8)
         probes["fresh"] = program(_written(FRESH_FROM_BYTES // 4 + width), some, 8)
@@ -118,13 +126,15 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
     work = n if shared else 1
     rates = {name: work * probe.amount / above(name) for name, probe in sized.items()}
     chip = None if shared else chip_of_kind(target.device_kind)
+    by_touched = bandwidths(seconds) if shared else ()
     return Constants(
         device=target.device_kind,
         device_count=n,
         contract_flops_per_s=rates["product" if shared else "product f32"],
         contract_by_dtype=() if shared else rates_by_dtype(rates, chip),
         element_flops_per_s=rates["elements"],
-        bandwidth_bytes_per_s=beyond_caches(seconds) if shared else rates["copy"],
+        bandwidth_bytes_per_s=by_touched[-1][1] if shared else rates["copy"],
+        bandwidths=by_touched,
         launch_s=above("kernels") / (2 * _TINY * work),
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         folds_sums=target.platform not in SUMS_APART,
@@ -195,20 +205,25 @@ def least_of_rounds(
     return seconds
 
 
-def beyond_caches(seconds: Mapping[object, float]) -> float:
-    """Bytes a second that all devices of a host read and write together, where no cache helps.
+def bandwidths(seconds: Mapping[object, float]) -> tuple[tuple[int, float], ...]:
+    """Bytes a second that all devices of a host read and write together, by what they touch in all.
 
-    A step touches far more than the caches hold before it comes back to an array. The difference of
-    two numbers of turns has neither the dispatch in it nor the making of the result.
+    Beyond the caches a byte takes longer: what is touched more is no faster. The difference of two
+    numbers of turns has neither the dispatch in it nor the making of the result.
 
     Args:
-      seconds: of the probes ("memory", turns).
+      seconds: of the probes ("memory", bytes, turns).
     """
-    few, many = _TURNS
-    once_s = (seconds["memory", many] - seconds["memory", few]) / (many - few)
-    # On a busy machine the shorter loop may have been held up as long as the longer one ran: a turn
-    # takes no less than half of what it takes with everything beside it.
-    return 2.0 * _BEYOND_BYTES / max(once_s, seconds["memory", many] / many / 2)
+    found = []
+    best = math.inf
+    for bytes_, (few, many) in _TOUCHED.items():
+        short, long = (seconds["memory", bytes_, turns] for turns in (few, many))
+        once_s = (long - short) / (many - few)
+        # On a busy machine the shorter loop may have been held up as long as the longer one ran: a
+        # turn takes no less than half of what it takes with everything beside it.
+        best = min(best, 2.0 * bytes_ / max(once_s, long / many / 2))
+        found.append((bytes_, best))
+    return tuple(found)
 
 
 def fresh_s_per_byte(seconds: Mapping[object, float], devices: int, kept_bytes: int) -> float:

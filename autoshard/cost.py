@@ -8,7 +8,7 @@ the host's, the work of all devices adds up, a product waits for its operands be
 and pages of a large block of temporaries cost time.
 
 Not modelled here: overlap of communication with computation (rung 2 reads it off the schedule),
-what one kernel leaves in the caches for the next.
+what one kernel leaves in the caches for the next, where a step touches more than they hold.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 34
+MODEL_REVISION = 35
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `sites`, `specs`,
@@ -106,7 +106,9 @@ class Constants:
       unvectorized_flops_per_s: of that what loops do element by element (`vectorization`); 0 for as
         fast as the rest.
       loop_parts: the most parts that the compiler divides a loop into for the host's threads.
-      bandwidth_bytes_per_s: memory traffic.
+      bandwidth_bytes_per_s: memory traffic, beyond the caches.
+      bandwidths: (bytes, bytes a second), ascending, of traffic by what all devices together touch
+        before they come back to it; the last is the one beyond the caches. () for that everywhere.
       launch_s: fixed cost of a kernel.
       shared: the rates are of a host whose cores all devices share.
       forms_reduce_scatter: the compiler makes one reduce-scatter of an all-reduce whose result is
@@ -143,6 +145,7 @@ class Constants:
     links: tuple[LinkCost, ...]
     date: str
     contract_by_dtype: tuple[tuple[str, float], ...] = ()
+    bandwidths: tuple[tuple[int, float], ...] = ()
     gathers_by_dimension: bool = True
     folds_sums: bool = True
     one_by_one: bool = False
@@ -171,6 +174,7 @@ class Constants:
         rest = dict(data)
         if "combines_sums" in rest:  # until 0.1; true of the same platforms
             rest["one_by_one"] = rest.pop("combines_sums")
+        rest["bandwidths"] = tuple((int(b), float(r)) for b, r in data.get("bandwidths", ()))  # type: ignore[attr-defined]
         return Constants(**{**rest, "links": links, "contract_by_dtype": by_dtype})  # type: ignore[arg-type]
 
 
@@ -199,6 +203,8 @@ class CostModel:
         self.correction = correction or Correction()
         self._network = network
         self._by_dtype = dict(constants.contract_by_dtype)
+        self._touched = np.log([bytes_ for bytes_, _ in constants.bandwidths])
+        self._s_per_byte = [1 / rate for _, rate in constants.bandwidths]
         self._links: dict[str, tuple[list[int], list[float], list[float]]] = {}
         for kind in {link.kind for link in constants.links}:
             own = sorted((x for x in constants.links if x.kind == kind), key=lambda x: x.group_size)
@@ -241,6 +247,7 @@ class CostModel:
         collided: np.ndarray | float = 0.0,
         turned: np.ndarray | bool = False,
         vectorized: np.ndarray | bool = True,
+        touched: np.ndarray | None = None,
     ) -> float:
         """Seconds of all kernels of a step, for one device.
 
@@ -251,6 +258,7 @@ class CostModel:
           collided: those whose lines push each other out of the cache, each by its crowding.
           turned: whether it is a convolution that no library takes.
           vectorized: whether it does not do its arithmetic element by element.
+          touched: as `memory_s` has it.
         """
         c = self.constants
         rates = {dtype: self.rate(dtype) for dtype in set(dtypes)}
@@ -259,12 +267,24 @@ class CostModel:
             rate = np.where(turned, c.turned_flops_per_s, rate)
         if c.unvectorized_flops_per_s:
             rate = np.where(vectorized, rate, c.unvectorized_flops_per_s)
-        arithmetic_s, memory_s = flops / rate, bytes_ / c.bandwidth_bytes_per_s
+        arithmetic_s, memory_s = flops / rate, self.memory_s(bytes_, touched)
         each = np.maximum(arithmetic_s, memory_s)
         if c.shared:
             each = np.where([bool(dtype) for dtype in dtypes], arithmetic_s + memory_s, each)
         each = each + self._across_lines_s(transposed, collided) + c.launch_s
         return float(self._devices * np.dot(each, trips)) * self.correction.compute
+
+    def memory_s(self, bytes_: Any, touched: Any = None) -> Any:
+        """Seconds of memory traffic; of a number, or of an array of them.
+
+        Args:
+          touched: bytes of one device that the step, or the loop it is in, touches before it comes
+            back to these; None for more than the caches hold.
+        """
+        if touched is None or not self._s_per_byte:
+            return bytes_ / self.constants.bandwidth_bytes_per_s
+        at = np.log(np.maximum(np.multiply(touched, self._devices), 1.0))
+        return bytes_ * np.interp(at, self._touched, self._s_per_byte)
 
     def _across_lines_s(self, crossing: Any, colliding: Any) -> Any:
         """Seconds of elements that are read across cache lines, and of those that collide."""
@@ -289,8 +309,8 @@ class CostModel:
         seconds = likely * self._devices * block_bytes * self.constants.fresh_s_per_byte
         return seconds * self.correction.compute
 
-    def kernel_s(self, work: Work) -> float:
-        """Seconds of one compiled kernel.
+    def kernel_s(self, work: Work, touched: float | None = None) -> float:
+        """Seconds of one compiled kernel; `touched` as `memory_s` has it.
 
         Products take the cycles that the compiler says, where it says any. For kernels that only
         move and transform data its cycles come to 2 to 5 times what the memory allows (libtpu
@@ -308,7 +328,7 @@ class CostModel:
         busy += (work.element_flops - one_by_one) / c.element_flops_per_s
         if one_by_one:
             busy += one_by_one / c.unvectorized_flops_per_s
-        memory_s = work.bytes / c.bandwidth_bytes_per_s
+        memory_s = float(self.memory_s(work.bytes, touched))
         packed = c.shared and work.matmul_flops
         each = busy + memory_s if packed else max(busy, memory_s)
         each += self._across_lines_s(work.transposed, work.collided)
@@ -336,13 +356,18 @@ class CostModel:
 
 
 class MeshPrices:
-    """The same model for programs compiled for one mesh, as `hlo.timeline` asks it."""
+    """The same model for programs compiled for one mesh, as `hlo.timeline` asks it.
 
-    def __init__(self, cost: CostModel, mesh: MeshShape):
-        self._cost, self._mesh = cost, mesh
+    Args:
+      step_bytes: what a device touches in a step; None for more than the caches hold.
+    """
 
-    def kernel_s(self, work: Work) -> float:
-        return self._cost.kernel_s(work)
+    def __init__(self, cost: CostModel, mesh: MeshShape, step_bytes: float | None = None):
+        self._cost, self._mesh, self._step_bytes = cost, mesh, step_bytes
+
+    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
+        known = [one for one in (self._step_bytes, turn_bytes) if one is not None]
+        return self._cost.kernel_s(work, min(known, default=None))
 
     def collective_s(self, one: Collective) -> float:
         return self._cost.collective_s(one, self._mesh)

@@ -7,6 +7,7 @@ Not modelled: XLA's algebraic simplification, layout changes, and buffer reuse i
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -41,6 +42,8 @@ class KernelTable:
       kernel_value: (k,) the value a kernel writes.
       kernel_flops: (k,) floating-point operations if nothing is sharded, fused chains included.
       kernel_trips: (k,) how often it runs in a step.
+      kernel_turns: (k,) the innermost loop that it runs in, -1 where there is none.
+      loops_around: of each loop the innermost that it stands in, -1 where there is none.
       kernel_writes: (k,) 1 if it writes its whole value, 0 if it updates in place.
       kernel_loops: (k,) whether it computes each element of its value from those at the same place.
       kernel_turned: (k,) whether it is a convolution that XLA turns around (`convolutions`).
@@ -75,6 +78,8 @@ class KernelTable:
     kernel_value: np.ndarray
     kernel_flops: np.ndarray
     kernel_trips: np.ndarray
+    kernel_turns: np.ndarray
+    loops_around: tuple[int, ...]
     kernel_writes: np.ndarray
     kernel_loops: np.ndarray
     kernel_turned: np.ndarray
@@ -200,6 +205,10 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         kernel_value=np.array(kernel_value, dtype=int),
         kernel_flops=np.array(kernel_flops),
         kernel_trips=np.array(kernel_trips),
+        kernel_turns=np.array(
+            [_innermost(ops.loops, ops.position_of[v]) for v in kernel_value], dtype=int
+        ),
+        loops_around=tuple(_innermost(ops.loops, loop.start) for loop in ops.loops),
         kernel_writes=np.array(kernel_writes),
         kernel_loops=np.array([ops.op_of[v] not in HEAVY for v in kernel_value], dtype=bool),
         kernel_turned=np.array([v in ops.turned for v in kernel_value], dtype=bool),
@@ -223,6 +232,12 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         sent=tuple(ops.sent),
         assumptions=tuple(dict.fromkeys(ops.assumptions)),
     )
+
+
+def _innermost(loops: Sequence[Loop], position: int) -> int:
+    """Number of the innermost loop whose body has this position; -1 where there is none."""
+    around = [i for i, loop in enumerate(loops) if loop.start < position <= loop.end]
+    return max(around, key=lambda i: loops[i].start, default=-1)
 
 
 def _filled_early(ops: Operations) -> dict[int, int]:

@@ -9,7 +9,7 @@ import pytest
 
 from autoshard import calibrate
 from autoshard.calibrate import (
-    beyond_caches,
+    bandwidths,
     chip_of_kind,
     collided_s,
     fresh_s_per_byte,
@@ -140,11 +140,22 @@ def test_an_accelerator_has_its_clock_and_other_dtypes_from_the_catalogue(monkey
 
 
 def test_neither_dispatch_nor_the_result_counts_as_memory_traffic():
-    moved = 2 * (256 << 20)
-    seconds = {("memory", turns): 0.02 + turns * moved / 50e9 for turns in (2, 6)}
-    assert beyond_caches(seconds) == pytest.approx(50e9)
-    held_up = {**seconds, ("memory", 2): seconds["memory", 6]}
-    assert 25e9 < beyond_caches(held_up) < 100e9
+    def taken(rates: dict[int, float]) -> dict[object, float]:
+        return {
+            ("memory", bytes_, turns): 0.02 + turns * 2 * bytes_ / rates[bytes_]
+            for bytes_, both in calibrate._TOUCHED.items()
+            for turns in both
+        }
+
+    rates = {bytes_: 400e9 / (1 + i) for i, bytes_ in enumerate(calibrate._TOUCHED)}
+    seconds = taken(rates)
+    assert dict(bandwidths(seconds)) == pytest.approx(rates)
+    largest = max(rates)
+    held_up = {**seconds, ("memory", largest, 2): seconds["memory", largest, 6]}
+    assert rates[largest] / 2 < bandwidths(held_up)[-1][1] < rates[largest] * 2
+    # A larger array is no faster than a smaller one, whatever the clock says.
+    slow = {**rates, min(rates): 50e9}
+    assert max(rate for _, rate in bandwidths(taken(slow))) == pytest.approx(50e9)
 
 
 def test_a_byte_of_a_fresh_block_costs_what_a_kept_one_does_not():

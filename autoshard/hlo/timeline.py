@@ -20,8 +20,13 @@ from autoshard.trial import Collective
 class Prices(Protocol):
     """What things cost on a target."""
 
-    def kernel_s(self, work: Work) -> float:
-        """Seconds of one kernel launch."""
+    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
+        """Seconds of one kernel launch.
+
+        Args:
+          turn_bytes: memory traffic of one turn of the innermost loop that it runs in; None outside
+            of loops.
+        """
         ...
 
     def collective_s(self, one: Collective) -> float:
@@ -150,20 +155,23 @@ class _Replay:
         self._steps = steps
         self._prices = prices
         self._runs: dict[tuple[str, _Behind], _Clock] = {}
+        self._turn_bytes: dict[str, float] = {}  # by computation that runs in turns
 
     def run(self, name: str, behind: _Behind) -> _Clock:
         """The clock at the end of a computation that began with the queues `behind`."""
         if (name, behind) not in self._runs:
             clock = _Clock(behind)
             for step in self._steps.of(name):
-                self._take(step, clock)
+                self._take(step, clock, self._turn_bytes.get(name))
             self._runs[name, behind] = clock
         return self._runs[name, behind]
 
-    def _take(self, step: Step, clock: _Clock) -> None:
+    def _take(self, step: Step, clock: _Clock, turn_bytes: float | None) -> None:
+        if isinstance(step, Call | Branch) and turn_bytes is not None:
+            self._turn_bytes.update(dict.fromkeys(step.called, turn_bytes))
         match step:
             case Launch():
-                self._launch(step, clock)
+                self._launch(step, clock, turn_bytes)
             case Wait():
                 clock.wait(step.key)
             case Call():
@@ -176,6 +184,8 @@ class _Replay:
             case Loop():
                 clock.assumptions.update(dict.fromkeys(step.assumptions))
                 trips = 1 if step.trips is None else step.trips
+                turn = sum(map(self._traffic, step.called))
+                self._turn_bytes.update(dict.fromkeys(step.called, turn))
                 if trips:
                     clock.follow(self._turn(step.called, clock.behind))
                 if trips > 1:
@@ -183,7 +193,22 @@ class _Replay:
                     # the one that repeats.
                     clock.follow(self._turn(step.called, clock.behind), trips - 1)
 
-    def _launch(self, launch: Launch, clock: _Clock) -> None:
+    def _traffic(self, name: str) -> float:
+        """Memory traffic of one execution of a computation, bytes."""
+        total = 0.0
+        for step in self._steps.of(name):
+            match step:
+                case Launch():
+                    total += step.work.bytes
+                case Call():
+                    total += sum(map(self._traffic, step.called))
+                case Branch():
+                    total += max(map(self._traffic, step.called))
+                case Loop():
+                    total += sum(map(self._traffic, step.called)) * (step.trips or 1)
+        return total
+
+    def _launch(self, launch: Launch, clock: _Clock, turn_bytes: float | None) -> None:
         work = launch.work
         clock.assumptions.update(dict.fromkeys(launch.assumptions))
         for exchange in launch.exchanges:
@@ -195,7 +220,7 @@ class _Replay:
             work = dataclasses.replace(work, bytes=0.0)
         if launch.scalar:
             return
-        seconds = self._prices.kernel_s(work)
+        seconds = self._prices.kernel_s(work, turn_bytes)
         if launch.copy_key is not None:
             clock.copy(seconds, launch.copy_key)
         else:

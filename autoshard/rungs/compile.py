@@ -18,12 +18,14 @@ def estimate_of(
     """
     parsed = hlo.parse(compiled.hlo_text)
     counts = hlo.count(parsed, module.mesh)
-    line = timeline(parsed, module.mesh, MeshPrices(cost, module.mesh))
+    memory = compiled.memory
+    step_bytes = memory.arguments_bytes + memory.temporaries_bytes
+    line = timeline(parsed, module.mesh, MeshPrices(cost, module.mesh, step_bytes))
     time_s, compute_s, communication_s = line.total_s, line.compute_s, line.communication_s
     exposed_s = line.exposed_s
     if cost.constants.shared:
         # The devices of a fake mesh take turns on the host's cores: nothing overlaps.
-        compute_s += cost.fresh_s(compiled.memory.temporaries_bytes)
+        compute_s += cost.fresh_s(memory.temporaries_bytes)
         time_s, exposed_s = compute_s + communication_s, communication_s
     sizes = dict(module.mesh)
     state_bytes = 0
@@ -38,7 +40,7 @@ def estimate_of(
         time_s=time_s,
         compute_s=compute_s,
         communication_s=communication_s,
-        peak_memory_bytes=compiled.memory.peak_bytes,
+        peak_memory_bytes=memory.peak_bytes,
         state_bytes=state_bytes,
         flops=counts.flops,
         bytes_accessed=counts.bytes_accessed,

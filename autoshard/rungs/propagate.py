@@ -135,6 +135,8 @@ class Propagator:
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
         block = _peak_of(kernels, local, spikes)
+        arguments = [local[v] for v in kernels.argument_values]
+        peak = sum(arguments) + block
         compute_s = cost.kernels_s(
             flops,
             traffic,
@@ -143,13 +145,12 @@ class Propagator:
             transposed=transposed,
             collided=collided,
             turned=kernels.kernel_turned,
+            touched=_touched(kernels, traffic, trips, peak),
             vectorized=self._vectorized(judged, sizes, divided, flops, traffic, cost.constants),
         )
         compute_s += cost.fresh_s(block, _OFF_BY)
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
-        arguments = [local[v] for v in kernels.argument_values]
-        peak = sum(arguments) + block
         return Estimate(
             rung=Rung.PROPAGATE,
             time_s=compute_s + communication_s,
@@ -256,6 +257,25 @@ class Propagator:
             elif not folded(one, constants) and site is None:
                 spikes.append(_Received(position, position + 1, one.after))
         return collectives, spikes
+
+
+def _touched(
+    kernels: KernelTable, traffic: np.ndarray, trips: np.ndarray, peak: float
+) -> np.ndarray:
+    """(k,) bytes touched before a kernel's memory comes up again: of the step, or a loop's turn."""
+    count = len(kernels.loops_around)
+    inside = kernels.kernel_turns >= 0
+    of = kernels.kernel_turns[inside]
+    in_step = np.bincount(of, weights=(traffic * trips)[inside], minlength=count)
+    turns = np.zeros(count)
+    np.maximum.at(turns, of, trips[inside])
+    for loop in range(count):  # inner ones come before those that they stand in
+        if kernels.loops_around[loop] >= 0:
+            in_step[kernels.loops_around[loop]] += in_step[loop]
+    touched = np.full(len(traffic), peak)
+    per_turn = in_step / np.maximum(turns, 1.0)
+    touched[inside] = np.minimum(per_turn[of], peak)
+    return touched
 
 
 def _around(kernels: KernelTable, value: int | None, received: _Received) -> list[_Received]:

@@ -14,7 +14,7 @@ AXES = (("a", 2), ("b", 4))
 class Told:
     """Prices that the text tells: kernels by their cycles, collectives by their op_name."""
 
-    def kernel_s(self, work: Work) -> float:
+    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
         return float(work.cycles or 0)
 
     def collective_s(self, one: Collective) -> float:
@@ -210,7 +210,7 @@ def test_a_conditional_takes_its_slowest_branch_and_says_so():
 class Bytes(Told):
     """A second a byte, or a floating-point operation where there are more of them."""
 
-    def kernel_s(self, work: Work) -> float:
+    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
         return max(work.bytes, sum(f for _, f in work.matmul_flops) + work.element_flops)
 
 
@@ -244,7 +244,7 @@ def test_cycles_that_cannot_be_are_ignored_and_named(cycles):
 
     @dataclasses.dataclass
     class Seeing(Told):
-        def kernel_s(self, work: Work) -> float:
+        def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
             seen.append(work)
             return 1.0
 
@@ -291,7 +291,7 @@ def test_what_moves_to_the_host_overlaps_and_is_named(line):
 class Launches(Told):
     """A second a launch."""
 
-    def kernel_s(self, work: Work) -> float:
+    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
         return 1.0
 
 
@@ -375,3 +375,22 @@ def test_what_is_fused_with_a_collective_adds_its_operations_and_no_traffic():
 """
     found = replay(fusion("f", "fused"), others=fused, prices=Bytes())
     assert seconds(found) == (7 + 128, 128, 7, 7)
+
+
+class Turns(Told):
+    """Remembers what kernels are told of their loop."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float | None] = {}
+
+    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
+        self.seen[work.opcode] = turn_bytes
+        return 1.0
+
+
+def test_kernels_of_a_loop_know_what_one_turn_moves():
+    prices = Turns()
+    body = "  %n = f32[16,8]{1,0} negate(%p)\n  %c = f32[16,8]{1,0} cosine(%n)"
+    replay("  %t = f32[16,8]{1,0} tanh(%p)", RUN_LOOP, others=loop(body), prices=prices)
+    assert prices.seen["tanh"] is None
+    assert prices.seen["negate"] == prices.seen["cosine"] >= 2 * 2 * 512
