@@ -142,7 +142,7 @@ def test_an_accelerator_has_its_clock_and_other_dtypes_from_the_catalogue(monkey
 def test_neither_dispatch_nor_the_result_counts_as_memory_traffic():
     def taken(rates: dict[int, float]) -> dict[object, float]:
         return {
-            ("memory", bytes_, turns): 0.02 + turns * 2 * bytes_ / rates[bytes_]
+            ("memory", bytes_, turns): 1e-3 + turns * 2 * bytes_ / rates[bytes_]
             for bytes_, both in calibrate._TOUCHED.items()
             for turns in both
         }
