@@ -54,6 +54,7 @@ _TOUCHED = {
     128 << 20: (2, 6),
     256 << 20: (2, 6),
 }
+_ARRAYS = 64  # of a program that does next to nothing
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
 # float32, 3 MB on each device; no powers of two, whose columns share cache sets.
 _MATRIX = 760, 1000
@@ -86,6 +87,7 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         for bytes_, both in _TOUCHED.items():
             for turns in both:
                 probes["memory", bytes_, turns] = program(_scaled(turns), some, bytes_ // 4 // few)
+        probes["arrays"] = _of_arrays(mesh)
         probes["nothing of few"] = program(lambda x: x + 1.0, some, 8)
         probes["kept"] = program(_written(width), some, 8)
         probes["fresh"] = program(_written(FRESH_FROM_BYTES // 4 + width), some, 8)
@@ -136,6 +138,7 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         bandwidth_bytes_per_s=by_touched[-1][1] if shared else rates["copy"],
         bandwidths=by_touched,
         launch_s=above("kernels") / (2 * _TINY * work),
+        array_s=above("arrays") / (_ARRAYS * n) if shared else 0.0,
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         folds_sums=target.platform not in SUMS_APART,
         one_by_one=target.platform in ONE_BY_ONE,
@@ -283,6 +286,15 @@ def _scaled(turns: int) -> Callable[[jax.Array], jax.Array]:
         return jax.lax.fori_loop(0, times, lambda _, y: y * 1.0001 + 1e-9, x)
 
     return scaled
+
+
+def _of_arrays(mesh: Mesh) -> Run:
+    """A program that takes and returns many arrays, each with one number for each device."""
+    over = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    arrays = [jax.device_put(np.zeros(mesh.size, np.float32), over) for _ in range(_ARRAYS)]
+    step = jax.jit(lambda *xs: [x + 1.0 for x in xs], out_shardings=over)
+    compiled = step.lower(*arrays).compile()
+    return lambda: jax.block_until_ready(compiled(*arrays))
 
 
 def _many_products(x: jax.Array) -> jax.Array:

@@ -110,6 +110,8 @@ class Constants:
       bandwidths: (bytes, bytes a second), ascending, of traffic by what all devices together touch
         before they come back to it; the last is the one beyond the caches. () for that everywhere.
       launch_s: fixed cost of a kernel.
+      array_s: what each array of one device costs that a step takes and returns, on a shared host
+        alone: on others the host is ahead of the devices.
       shared: the rates are of a host whose cores all devices share.
       forms_reduce_scatter: the compiler makes one reduce-scatter of an all-reduce whose result is
         sliced along the same axes; else the whole is reduced and then cut.
@@ -154,6 +156,7 @@ class Constants:
     transposed_s: float = 0.0
     collided_s: float = 0.0
     turned_flops_per_s: float = 0.0
+    array_s: float = 0.0
     unvectorized_flops_per_s: float = 0.0
     loop_parts: int = 1
     clock_hz: float = 0.0
@@ -292,6 +295,10 @@ class CostModel:
         if not c.collided_s:
             return crossing * c.transposed_s
         return (crossing - colliding) * c.transposed_s + colliding * c.collided_s
+
+    def handing_s(self, arrays: int) -> float:
+        """Seconds in which the host hands a step so many arrays, and takes back what it returns."""
+        return self._devices * arrays * self.constants.array_s * self.correction.compute
 
     def fresh_s(self, block_bytes: float, off_by: float = 0.0) -> float:
         """Seconds a step waits for the pages of its temporaries, one block on each device.

@@ -53,6 +53,7 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     assert 0 < constants.turned_flops_per_s < constants.contract_flops_per_s
     assert 0 < constants.unvectorized_flops_per_s <= constants.element_flops_per_s
     assert constants.loop_parts >= 1
+    assert 0 < constants.array_s < 1e-4
     assert constants.gathers_by_dimension
     assert {(x.kind, x.group_size) for x in constants.links} == {
         (k, n) for k in KINDS for n in (2, 8)

@@ -25,7 +25,7 @@ def estimate_of(
     exposed_s = line.exposed_s
     if cost.constants.shared:
         # The devices of a fake mesh take turns on the host's cores: nothing overlaps.
-        compute_s += cost.fresh_s(memory.temporaries_bytes)
+        compute_s += cost.fresh_s(memory.temporaries_bytes) + cost.handing_s(len(module.inputs))
         time_s, exposed_s = compute_s + communication_s, communication_s
     sizes = dict(module.mesh)
     state_bytes = 0

@@ -148,7 +148,7 @@ class Propagator:
             touched=_touched(kernels, traffic, trips, peak),
             vectorized=self._vectorized(judged, sizes, divided, flops, traffic, cost.constants),
         )
-        compute_s += cost.fresh_s(block, _OFF_BY)
+        compute_s += cost.fresh_s(block, _OFF_BY) + cost.handing_s(len(program.inputs))
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
         return Estimate(
