@@ -1,10 +1,10 @@
 """Calibration: short measurements on a live target that give the cost model its constants.
 
 Matrix products, a chain of transcendental operations, memory traffic (`probes`; on a host loops
-over less and over more than its caches hold), many tiny kernels, a block too large for the allocator to keep, a
-transpose, and each collective in the smallest and the largest group. What is not measured on an
-accelerator comes from its catalogue entry, where it has one: the clock of the compiler's estimates,
-and the rates of other dtypes than bf16 and f32. All samples are taken in rounds over every probe,
+over less and over more than its caches hold), many tiny kernels, many arrays, a block too large for
+the allocator to keep, transposes, and each collective in the smallest and the largest group. What
+is not measured on an accelerator comes from its catalogue entry, where it has one: the clock of the
+compiler's estimates, and the rates of other dtypes than bf16 and f32. All samples are taken in rounds over every probe,
 and the least of each is used: what else runs on the machine only ever adds time, and on a busy one
 the medians of a probe and of the empty program that is taken off it can come in the wrong order.
 The least of some seconds is luck too: it is drawn several times, and the median over the draws is
@@ -289,12 +289,19 @@ def _scaled(turns: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def _of_arrays(mesh: Mesh) -> Run:
-    """A program that takes and returns many arrays, each with one number for each device."""
+    """A program that is given many small arrays and hands them back in place, as steps do."""
     over = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
-    arrays = [jax.device_put(np.zeros(mesh.size, np.float32), over) for _ in range(_ARRAYS)]
-    step = jax.jit(lambda *xs: [x + 1.0 for x in xs], out_shardings=over)
-    compiled = step.lower(*arrays).compile()
-    return lambda: jax.block_until_ready(compiled(*arrays))
+    state = [jax.device_put(np.zeros(mesh.size, np.float32), over) for _ in range(_ARRAYS)]
+    step = jax.jit(
+        lambda x, *rest: (x + 1.0, *rest), out_shardings=over, donate_argnums=range(_ARRAYS)
+    )
+    compiled = step.lower(*state).compile()
+
+    def run() -> object:
+        state[:] = compiled(*state)
+        return jax.block_until_ready(state)
+
+    return run
 
 
 def _many_products(x: jax.Array) -> jax.Array:
