@@ -4,11 +4,11 @@ Matrix products, a chain of transcendental operations, memory traffic (`probes`;
 over less and over more than its caches hold), many tiny kernels, many arrays, a block too large for
 the allocator to keep, transposes, and each collective in the smallest and the largest group. What
 is not measured on an accelerator comes from its catalogue entry, where it has one: the clock of the
-compiler's estimates, and the rates of other dtypes than bf16 and f32. All samples are taken in rounds over every probe,
-and the least of each is used: what else runs on the machine only ever adds time, and on a busy one
-the medians of a probe and of the empty program that is taken off it can come in the wrong order.
-The least of some seconds is luck too: it is drawn several times, and the median over the draws is
-taken (`docs/decisions/0017`). `calibrations` keeps what is found.
+compiler's estimates, and the rates of other dtypes than bf16 and f32. All samples are taken in
+rounds over every probe, and the least of each is used: what else runs on the machine only ever adds
+time, and on a busy one the medians of a probe and of the empty program that is taken off it can
+come in the wrong order. The least of some seconds is luck too: it is drawn several times, and the
+median over the draws is taken (`docs/decisions/0017`). `calibrations` keeps what is found.
 """
 
 import datetime
