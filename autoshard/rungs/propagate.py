@@ -184,8 +184,8 @@ class Propagator:
         kernels = self._analysis.kernels
         rows_in = np.ones(len(divided))
         for tag, outermost in judged.outermost.items() if judged else ():
-            first = kernels.tags.get(tag, (0, 0))[0]
-            for k, axes in enumerate(outermost):
+            first, count = kernels.tags.get(tag, (0, 0))
+            for k, axes in enumerate(outermost[:count]):
                 rows_in[first + k] = ways(axes, sizes)
         of = kernels.kernel_value
         rows = np.ceil(kernels.value_rows[of] / rows_in[of])
