@@ -176,6 +176,7 @@ def test_gradients_are_transposed_as_compiled(
         ((516, 516), (1, 0), (0, 1), None),  # 2064 apart: in all sets, of which none is full
         ((32, 1024), (1, 0), (0, 1), 32),
         ((64, 64), (1, 0), (0, 1), None),
+        ((64, 3, 256), (2, 1, 0), (0, 1, 2), 48),  # 1024 and 3072 apart: the same four sets
         # Images to the front: those of one place share a set, the places of a row take sixteen.
         ((32, 16, 16, 64), (3, 2, 1, 0), (0, 2, 1, 3), 512),
     ],
