@@ -28,5 +28,5 @@ def is_vectorized(rows: Any, row_elements: Any, inner_loops: Any, parts: Any) ->
       inner_loops: how many other dimensions have more than one element.
       parts: that the rows are divided into; one part is a small loop, of which nothing is said.
     """
-    checked = (parts == 2) & (rows % 2 == 1)
-    return ((inner_loops < 2) & ~checked) | (row_elements > _UNROLLED) | (parts < 2)
+    unchecked = (parts != 2) | (rows % 2 == 0)
+    return ((inner_loops < 2) & unchecked) | (row_elements > _UNROLLED) | (parts < 2)
