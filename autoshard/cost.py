@@ -55,9 +55,9 @@ ONE_BY_ONE = frozenset({"cpu"})
 """Platforms that send the arrays of a combined collective one after another.
 
 XLA:CPU's compiler combines all-reduces and its runtime takes them apart again: that of k arrays
-takes as long as k (jax 0.10.2 and 0.12, `docs/decisions/0031`). XLA:GPU combines up to 30 MB, and gathers
-too: next to the steps of pods what that saves, the latency of small ones, is nothing. Rung 1 counts
-each array everywhere.
+takes as long as k (jax 0.10.2 and 0.12, `docs/decisions/0031`). XLA:GPU combines up to 30 MB, and
+gathers too: next to the steps of pods what that saves, the latency of small ones, is nothing. Rung
+1 counts each array everywhere.
 """
 
 MOVES_INVARIANTS = frozenset({"cpu"})
