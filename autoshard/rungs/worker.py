@@ -10,12 +10,14 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import re
 import select
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import weakref
@@ -37,6 +39,10 @@ log_path: str | None = None
 LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 20
 _TAIL_LINES = 12
+_TAIL_BYTES = 1 << 16  # a stack trace for each of a mesh's threads may follow what killed it
+# absl's log line of a failed check: severity, date, time, thread, file:line] message.
+_FATAL = re.compile(r"^F\d{4} \S+ +\d+ (\S+\] .*)$", re.MULTILINE)
+_FATAL_WIDTH = 240
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +229,7 @@ class _Child:
         return bytes(parts)
 
     def epitaph(self) -> str:
-        """How the process ended."""
+        """How the process ended, and the first failed check that XLA logged, if one did."""
         try:
             code = self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -231,18 +237,24 @@ class _Child:
         if code >= 0:
             return f"exited with status {code}"
         hint = " (often the kernel, out of memory)" if code == -signal.SIGKILL else ""
-        return f"died of {signal.Signals(-code).name}{hint}"
+        fatal = _FATAL.search(self._output())
+        check = f": {textwrap.shorten(fatal[1], _FATAL_WIDTH, placeholder=' ...')}" if fatal else ""
+        return f"died of {signal.Signals(-code).name}{hint}{check}"
 
     def tail(self) -> str:
         """The last lines of its output, led by where the rest is if that stays; "" if none."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - 8192))
-                lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        except FileNotFoundError:
-            return ""
+        lines = self._output().splitlines()[-_TAIL_LINES:]
         where = "" if self._own else f", from {self.log}"
         return "\n".join([f"; its last output{where}:", *lines]) if lines else ""
+
+    def _output(self) -> str:
+        """The end of what it wrote, "" where nothing is left of it."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+                return file.read().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def kill(self) -> None:
         """Kills the whole process group and frees the pipes; once."""

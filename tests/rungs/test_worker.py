@@ -61,6 +61,17 @@ def test_a_worker_without_a_folder_has_its_own_until_it_closes(tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_crash_is_told_in_its_first_line_by_the_check_that_failed_first(worker):
+    log = (
+        b"E1125 21:35:21.494646    2118 rendezvous.cc:41] All thread stack traces\n"
+        b"F1125 21:35:21.494273    2119 rendezvous.cc:161] [id=1] Termination timeout of 40 s\n"
+        b"F1125 21:35:21.494295    2112 rendezvous.cc:161] [id=0] Termination timeout of 40 s\n"
+    )
+    assert call(worker, os.write, 2, log + b"    @     0x7fd085040634  frame\n" * 100) > 0
+    first, *_ = call(worker, os.abort).message.splitlines()
+    assert "SIGABRT: rendezvous.cc:161] [id=1] Termination timeout of 40 s; its last out" in first
+
+
 def test_a_hang_is_killed_at_the_limit(worker):
     call(worker, len, "start it")
     pid, starts = worker.pid, worker.starts
