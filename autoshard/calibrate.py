@@ -65,7 +65,7 @@ _LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a
 
 
 def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
-    """Measures a target: some twenty seconds on two cores; probes of an accelerator are larger.
+    """Measures a target: thirty to forty seconds on two cores; probes of an accelerator are larger.
 
     Args:
       draws: how often all is measured; the median counts.
