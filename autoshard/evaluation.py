@@ -51,6 +51,7 @@ class Evaluation:
             storage=rules({a: storage[b] for a, b in names.items() if b in storage}),
             giving_way=named_here(layout.giving_way, names),
             whole=layout.whole,
+            whole_into_loops=layout.whole_into_loops,
         )
         sites = analysis.sites
         specs = resolve(

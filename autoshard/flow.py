@@ -12,7 +12,7 @@ parameters depend on the batch.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autoshard.compat import jaxprs
 
@@ -65,6 +65,17 @@ _RESIZES = frozenset(
         "split",
     ]
 )
+_REARRANGES = _RESIZES | {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "name",
+    "reduce_precision",
+    "reshape",
+    "rev",
+    "transpose",
+}
+"""Operations whose result has the elements of their operands, or some, and no others."""
 STATE, BATCH, STORAGE, USED = 1, 2, 4, 8
 
 
@@ -203,6 +214,27 @@ class Flow:
         """An array; a number made of the state, such as a norm, is no use of what it is made of."""
         if self.state_only(var) and bool(getattr(var.aval, "shape", ())):
             self.flags[var] |= USED
+
+
+def into_products(jaxpr: jaxprs.Jaxpr, outs: Sequence[bool]) -> list[bool]:
+    """Which inputs become the operand of a contraction, or a marked output, with no arithmetic.
+
+    Args:
+      outs: which outputs are marked.
+    """
+    found = {v for v, flag in zip(jaxpr.outvars, outs, strict=True) if flag and _is_var(v)}
+    for eqn in reversed(jaxpr.eqns):
+        links = inner_links(eqn)
+        hit = [v in found for v in eqn.outvars]
+        reached: Iterable[jaxprs.Atom] = _marked_inside(eqn, links, hit, into_products)
+        if eqn.primitive.name in CONTRACTIONS or (eqn.primitive.name in _REARRANGES and any(hit)):
+            reached = eqn.invars
+        found.update(v for v in reached if _is_var(v))
+    return [v in found for v in jaxpr.invars]
+
+
+def _is_var(atom: jaxprs.Atom) -> bool:
+    return not isinstance(atom, jaxprs.Literal)
 
 
 def _marked_inside(

@@ -13,8 +13,8 @@ from autoshard.space import Space
 def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates one decision away.
 
-    A rule is another, or a level of `Whole`; an axis gives way or does not, or all do; a mesh axis
-    is divided or moved.
+    A rule is another, or a level of `Whole`; what loops use is whole from before them or is not; an
+    axis gives way or does not, or all do; a mesh axis is divided or moved.
     """
     return (near for near in drafts(space, candidate) if space.contains(near) is None)
 
@@ -45,7 +45,12 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
     for whole in Whole:
         if whole is not layout.whole:
             yield space.effective(dataclasses.replace(layout, whole=whole))
-    make = functools.partial(space.layout, whole=layout.whole)
+    if space.enters_loops(layout):
+        flipped = not layout.whole_into_loops
+        yield space.effective(dataclasses.replace(layout, whole_into_loops=flipped))
+    make = functools.partial(
+        space.layout, whole=layout.whole, whole_into_loops=layout.whole_into_loops
+    )
     compute, storage = dict(layout.compute), dict(layout.storage)
     giving_way = layout.giving_way
     for axis in space.shardable():
@@ -77,8 +82,7 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
                 yield make(layout.mesh, compute, {**storage, a: to}, giving_way)
     contested = space.contested(compute, storage)
     for a in contested:
-        flipped = {*giving_way} ^ {a}
-        yield make(layout.mesh, compute, storage, flipped)
+        yield make(layout.mesh, compute, storage, {*giving_way} ^ {a})
     # Weights in a row are all divided by rows or all by columns: one alone pays for both.
     for given in ((), contested):
         yield make(layout.mesh, compute, storage, given)

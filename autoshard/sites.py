@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from jax.sharding import NamedSharding
 
 from autoshard.compat import jaxprs
-from autoshard.flow import CONTRACTIONS, Flow, inner_links
+from autoshard.flow import CONTRACTIONS, Flow, inner_links, into_products
 
 _TAG = "autoshard_site_"
 _TAG_PATTERN = re.compile(_TAG + r"(\d+)")
@@ -96,6 +96,17 @@ class Used(enum.StrEnum):
     INSIDE = "inside"  # it is made in there
 
 
+class Looped(enum.StrEnum):
+    """Where an activation is that a loop does not change and that products in its body use.
+
+    What the loop goes over, a part in each turn, and what is the same in all turns.
+    """
+
+    NOT = "not"
+    BEFORE = "before"  # on its way into the loop
+    INSIDE = "inside"  # at the entry of the loop's body
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """A value inside the step that takes a sharding constraint.
@@ -104,6 +115,7 @@ class Site:
       index: the number in its tag.
       storage: whether it takes storage rules; the others take compute rules.
       used: of those that take storage rules, where they are made of the state for compute values.
+      looped: of activations that products in a loop use, where.
       batch_first: where the batch and another axis ask for one mesh axis, the batch has it. Not so
         in products that go to the parameters: tokens go to where experts lie, and come back.
       passing: an activation on its way into a product; it takes a constraint only where the layout
@@ -119,6 +131,7 @@ class Site:
     place: Place
     storage: bool
     used: Used = Used.NOWHERE
+    looped: Looped = Looped.NOT
     batch_first: bool = True
     passing: bool = False
     owned: tuple[int, ...] = ()
@@ -171,6 +184,7 @@ class SiteMap:
         passing: bool = False,
         owned: Sequence[int] = (),
         used: Used = Used.NOWHERE,
+        looped: Looped = Looped.NOT,
     ) -> int:
         index = len(self.sites)
         self.sites.append(
@@ -179,6 +193,7 @@ class SiteMap:
                 place=place,
                 storage=storage,
                 used=used if storage and self._flow.used(var) else Used.NOWHERE,
+                looped=looped,
                 batch_first=batch_first,
                 passing=passing,
                 owned=tuple(owned),
@@ -208,14 +223,21 @@ class SiteMap:
         settled: set[jaxprs.Var] = set(jaxpr.invars)
         if loop is not None:
             self._loops[id(jaxpr)] = loop
+            looped = self._looped(loop)
             for i, var in enumerate(jaxpr.invars):
                 if _worth(var) and flow.of(var):
                     entries[i] = self._add(
-                        Place.ENTRY, var, flow.storage(var), loop, used=Used.INSIDE
+                        Place.ENTRY,
+                        var,
+                        flow.storage(var),
+                        loop,
+                        used=Used.INSIDE,
+                        looped=Looped.INSIDE if i in looped else Looped.NOT,
                     )
         passing: dict[jaxprs.Var, int] = {}
         once = id(jaxpr) not in self._again
         entering: dict[jaxprs.Var, int] = {}
+        before_loops: dict[jaxprs.Var, int] = {}
         # What lies as parameters do: what is made where they are, and what is made of that alone.
         at_parameters: set[jaxprs.Var] = set()
         returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
@@ -230,6 +252,13 @@ class SiteMap:
                 if operand not in entering:
                     entering[operand] = self._add(Place.USE, operand, True, eqn, used=Used.ENTERING)
                 uses[e, i] = entering[operand]
+            for i in self._looped(eqn):
+                operand = eqn.invars[i]
+                if operand not in before_loops:
+                    before_loops[operand] = self._add(
+                        Place.USE, operand, False, eqn, looped=Looped.BEFORE
+                    )
+                uses[e, i] = before_loops[operand]
             mixes = any(not flow.state_only(v) and flow.of(v) for v in eqn.invars)
             if name in CONTRACTIONS or _enlarges(eqn) or (name == "gather" and mixes):
                 for i, operand in enumerate(eqn.invars):
@@ -299,6 +328,26 @@ class SiteMap:
             i
             for i, operand in enumerate(eqn.invars)
             if _worth(operand) and self._flow.used(operand) and (i in there or not links)
+        ]
+
+    def _looped(self, eqn: jaxprs.JaxprEqn) -> list[int]:
+        """Operands of a loop over arrays that are activations, and no carries, used by products."""
+        if eqn.primitive.name != "scan":
+            return []
+        ((body, *_),) = inner_links(eqn)
+        carried = {i for _, i in jaxprs.scan_carries(eqn)}
+        flow = self._flow
+        return [
+            i
+            for i, (v, used) in enumerate(
+                zip(body.invars, into_products(body, [False] * len(body.outvars)), strict=True)
+            )
+            if used
+            and i not in carried
+            and _worth(eqn.invars[i])
+            and flow.of(v)
+            and not flow.state_only(v)
+            and not flow.storage(v)
         ]
 
     def _goes_to_parameters(self, eqn: jaxprs.JaxprEqn) -> bool:

@@ -11,7 +11,7 @@ from autoshard.errors import LayoutError
 from autoshard.fix import unfit
 from autoshard.layout import Candidate, Layout, MeshShape, Spec, Whole, rules
 from autoshard.program import Program
-from autoshard.sites import Site, Used
+from autoshard.sites import Looped, Site, Used
 from autoshard.small import small_leaves
 from autoshard.specs import Idle, SiteGroups, Specs, grouped, resolve
 from autoshard.written import Written
@@ -45,6 +45,8 @@ class Space:
     _held: dict[Whole, frozenset[frozenset[str]]] = dataclasses.field(
         init=False, repr=False, compare=False
     )
+    # The logical axes, but for the batch's, of what `Layout.whole_into_loops` speaks of.
+    _looped: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     # Of `Axes.meetings` those in which the first may give way; the batch does to others anyway.
     _rivals: frozenset[tuple[str, str]] = dataclasses.field(init=False, repr=False, compare=False)
     _groups: SiteGroups = dataclasses.field(init=False, repr=False, compare=False)
@@ -69,6 +71,12 @@ class Space:
         found = {whole: _axes_of(arrays) for whole, arrays in held.items()}
         object.__setattr__(self, "_held", found)
         batch = {axis.name for axis in self.axes.axes if axis.is_batch}
+        looped = [
+            self.axes.sites.get(site.index, ())
+            for site in self.sites
+            if site.looped is Looped.BEFORE
+        ]
+        object.__setattr__(self, "_looped", frozenset().union(*_axes_of(looped)) - batch)
         rivals = frozenset(
             (first, second)
             for first, second in self.axes.meetings
@@ -126,7 +134,8 @@ class Space:
         found = layout.canonical(frozenset(fixed))
         contested = self.contested(dict(found.compute), dict(found.storage))
         chosen = tuple(a for a in found.giving_way if a in contested)
-        found = dataclasses.replace(found, giving_way=chosen)
+        into_loops = found.whole_into_loops and self.enters_loops(found)
+        found = dataclasses.replace(found, giving_way=chosen, whole_into_loops=into_loops)
         only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
         if only is None or layout.as_written:
             return found
@@ -146,6 +155,10 @@ class Space:
         if layout.whole is Whole.NOTHING or matters(layout.whole):
             return layout.whole
         return Whole.SMALL if matters(Whole.SMALL) else Whole.NOTHING
+
+    def enters_loops(self, layout: Layout) -> bool:
+        """Whether `Layout.whole_into_loops` could say something: a rule divides what it names."""
+        return any(to and axis in self._looped for axis, to in layout.compute)
 
     def _taken_in_part(self, layout: Layout) -> set[str]:
         """Mesh axes of rules that divide some dimension only by a prefix: 6 by x=2 of x=2, y=4."""
@@ -171,6 +184,7 @@ class Space:
         storage: Mapping[str, tuple[str, ...]],
         giving_way: Iterable[str] = (),
         whole: Whole = Whole.NOTHING,
+        whole_into_loops: bool = False,
     ) -> Layout:
         """A canonical layout with the pinned rules put in."""
         names = {name for name, _ in mesh}
@@ -183,6 +197,7 @@ class Space:
                 storage=rules({**storage, **{a: to for a, to in pinned.items() if a not in data}}),
                 giving_way=tuple(giving_way),
                 whole=whole,
+                whole_into_loops=whole_into_loops,
             )
         )
 
@@ -335,7 +350,8 @@ class Space:
                 # All but the one without a rule may leave a choice of giving way.
                 one *= 2 * ways - 1 if axis.name in giving else ways
             total += one
-        return total * (1 + sum(bool(held) for held in self._held.values()))
+        levels = 1 + sum(bool(held) for held in self._held.values())
+        return total * levels * (2 if self._looped else 1)
 
     def enumerate(self) -> Iterator[Candidate]:
         """Every candidate of the space, each once."""
@@ -353,9 +369,10 @@ class Space:
                 storage = {a.name: s for a, (_, s) in pairs if not a.is_data}
                 contested = self.contested(compute, storage)
                 flips = itertools.product((False, True), repeat=len(contested))
-                for flipped, whole in itertools.product(flips, Whole):
+                into_loops = (False, True) if self._looped else (False,)
+                for flipped, whole, into in itertools.product(flips, Whole, into_loops):
                     giving_way = itertools.compress(contested, flipped)
-                    layout = self.layout(mesh, compute, storage, giving_way, whole)
+                    layout = self.layout(mesh, compute, storage, giving_way, whole, into)
                     if layout not in seen:
                         seen.add(layout)
                         candidate = self.candidate(layout)
@@ -377,7 +394,8 @@ class Space:
             whole = rng.choice(list(Whole))
             contested = self.contested(compute, storage)
             giving_way = [axis for axis in contested if rng.randrange(2)]
-            layout = self.layout(mesh, compute, storage, giving_way, whole)
+            into_loops = bool(self._looped) and rng.random() < 0.5
+            layout = self.layout(mesh, compute, storage, giving_way, whole, into_loops)
             candidate = self.candidate(layout)
             if self.contains(candidate) is None:
                 return candidate

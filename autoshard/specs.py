@@ -8,7 +8,7 @@ from typing import NamedTuple
 from autoshard.axes import Axes, Dimensions
 from autoshard.layout import Layout, Spec, Whole, Wording
 from autoshard.program import Program
-from autoshard.sites import Site, Used
+from autoshard.sites import Looped, Site, Used
 from autoshard.small import elements, loop_axes, small_elements
 
 
@@ -62,13 +62,14 @@ class Asked(NamedTuple):
     """All that a layout's rules ask of a site.
 
     Attributes:
-      storage, used, batch_first, passing: as of the `Site`.
+      storage, used, looped, batch_first, passing: as of the `Site`.
       looked_up: for a table on its way into a lookup, the dimensions of what is found; else ().
     """
 
     dims: Dimensions
     storage: bool
     used: Used
+    looped: Looped
     batch_first: bool
     passing: bool
     looked_up: Dimensions
@@ -85,7 +86,15 @@ def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
     for i, dims in axes.sites.items():
         site = by_index[i]
         looked_up = axes.sites.get(site.found, ())
-        asked = Asked(dims, site.storage, site.used, site.batch_first, site.passing, looked_up)
+        asked = Asked(
+            dims=dims,
+            storage=site.storage,
+            used=site.used,
+            looped=site.looped,
+            batch_first=site.batch_first,
+            passing=site.passing,
+            looked_up=looked_up,
+        )
         found.setdefault(asked, []).append(i)
     return {asked: tuple(indices) for asked, indices in found.items()}
 
@@ -114,7 +123,7 @@ class _Resolver:
         self.giving_way = frozenset(layout.giving_way)
         self.dropped: dict[str, None] = {}
         self.used: set[tuple[bool, str]] = set()
-        self._memo: dict[tuple[Dimensions, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
+        self._memo: dict[tuple[Dimensions, bool, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
 
     def site(self, asked: Asked) -> SiteSpec | None:
         """None for a value that passes from one sharding to the same.
@@ -122,12 +131,20 @@ class _Resolver:
         None too for a table of which a device looks up less than it would have to hold: there the
         compiler may send what is found, not the table.
         """
-        dims, storage, used, batch_first, passing, looked_up = asked
+        dims, storage, used, looped, batch_first, passing, looked_up = asked
         if used is Used.ENTERING:
             if self.layout.whole is not Whole.ONCE:
                 return None
             once, stored = (self._known(dims, of, batch_first)[0] for of in (False, True))
             return once if once != stored else None
+        if self.layout.whole_into_loops and looped is not Looped.NOT:
+            divided, batch_alone = (
+                self._known(dims, False, batch_first, alone)[0] for alone in (False, True)
+            )
+            # Before the loop there is nothing to say of what no rule but the batch's divides.
+            return batch_alone if looped is Looped.INSIDE or batch_alone != divided else None
+        if looped is Looped.BEFORE:
+            return None
         storage = storage and used not in _WHOLE_SITES[self.layout.whole]
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:
@@ -149,19 +166,25 @@ class _Resolver:
         return spec
 
     def _known(
-        self, dims: Dimensions, storage: bool, batch_first: bool
+        self, dims: Dimensions, storage: bool, batch_first: bool, batch_alone: bool = False
     ) -> tuple[SiteSpec, tuple[str, ...]]:
-        key = (dims, storage, batch_first)
+        key = (dims, storage, batch_first, batch_alone)
         if key not in self._memo:
             self._memo[key] = self._resolve(*key)
         return self._memo[key]
 
     def _resolve(
-        self, dims: Dimensions, storage: bool, batch_first: bool
+        self, dims: Dimensions, storage: bool, batch_first: bool, batch_alone: bool
     ) -> tuple[SiteSpec, tuple[str, ...]]:
-        """The spec of a value, and how its sentences on what was dropped go on after its path."""
+        """The spec of a value, and how its sentences on what was dropped go on after its path.
+
+        Args:
+          batch_alone: whether the rules of batch axes alone count.
+        """
         storage = storage and elements(dims, self.loops) > self.small
         table = self.tables[storage]
+        if batch_alone:
+            table = {axis: to for axis, to in table.items() if axis in self.batch}
         claims = [[table.get(axis, ()) if axis is not None else () for axis, _ in d] for d in dims]
         taken: set[str] = set()
         spec: list[tuple[str, ...]] = [() for _ in dims]

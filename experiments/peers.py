@@ -5,6 +5,7 @@ of its compute rule and of its storage rule, which axes give way, and how far ar
 What the space does not contain is drawn again and not counted.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -55,7 +56,11 @@ def draw(space: Space, choose: Choose) -> Candidate:
         for axis in space.contested(compute, storage)
         if choose(f"way {axis}", ("kept", "given")) == "given"
     ]
-    return space.candidate(space.layout(mesh, compute, storage, giving_way, whole))
+    layout = space.layout(mesh, compute, storage, giving_way, whole)
+    if space.enters_loops(layout):
+        into_loops = choose("into loops", ("divided", "whole")) == "whole"
+        layout = dataclasses.replace(layout, whole_into_loops=into_loops)
+    return space.candidate(layout)
 
 
 def _written(names: tuple[str, ...]) -> str:
@@ -140,6 +145,8 @@ def parameters(space: Space, layout: Layout) -> tuple[Values, dict[str, BaseDist
             wanted = _written(tuple(f"{n}={s}" for n, s in layout.mesh))
         elif kind == "whole":
             wanted = layout.whole
+        elif kind == "into":
+            wanted = "whole" if layout.whole_into_loops else "divided"
         elif kind == "way":
             wanted = "given" if rest in layout.giving_way else "kept"
         else:

@@ -25,5 +25,6 @@ def layouts(
         storage=rules(draw(table)),
         giving_way=tuple(draw(giving_way)),
         whole=draw(st.sampled_from(Whole)),
+        whole_into_loops=draw(st.booleans()),
         wording=draw(st.sampled_from(Wording)),
     )

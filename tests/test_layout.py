@@ -82,6 +82,7 @@ def test_the_order_of_tables_changes_nothing(layout: Layout) -> None:
         storage=layout.storage[::-1],
         giving_way=layout.giving_way[::-1],
         whole=layout.whole,
+        whole_into_loops=layout.whole_into_loops,
         wording=layout.wording,
     )
     assert shuffled.canonical() == layout.canonical()

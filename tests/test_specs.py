@@ -376,6 +376,64 @@ def test_a_step_without_loops_has_nothing_to_gather_once() -> None:
     assert baseline(space, "ZeRO-1").whole is Whole.USED
 
 
+def stacked_rnn() -> Workload:
+    """Two recurrent layers: what one returns is what the next one's loop goes over."""
+
+    def loss(params, x):
+        for layer in params:
+
+            def turn(h, x_t, layer=layer):
+                h = jnp.tanh(x_t @ layer["in"] + h @ layer["own"])
+                return h, h
+
+            _, x = jax.lax.scan(turn, jnp.zeros((x.shape[1], 64)), x)
+        return jnp.mean(x**2)
+
+    def init():
+        return [
+            {"in": normal(i, width, 64), "own": normal(-1 - i, 64, 64)}
+            for i, width in enumerate((32, 64))
+        ]
+
+    return train(loss, init, shaped(12, 16, 32))
+
+
+def test_what_a_loop_goes_over_is_gathered_before_it_or_in_each_turn() -> None:
+    of = analyse(stacked_rnn())
+    by_columns = max(
+        (b.candidate.layout for b in baselines(of.space) if b.name == "tensor parallel"),
+        key=lambda layout: len(layout.giving_way),
+    )
+    before = of.space.canonical(dataclasses.replace(by_columns, whole_into_loops=True))
+    assert before.whole_into_loops and not by_columns.whole_into_loops
+
+    def gathers(layout: Layout) -> list[tuple[float, int]]:
+        found = judge(of, layout).collectives
+        return sorted((c.count, c.bytes) for c in found if c.kind == "all_gather")
+
+    of_turn = 16 * 64 * 4
+    assert {n for n, _ in gathers(by_columns)} == {12}
+    once = [g for g in gathers(before) if g[0] == 1]
+    # The batch, once for both its uses; the first layer's states forward; h of each, backward.
+    assert once == [(1, 12 * of_turn // 2), *[(1, 12 * of_turn)] * 3]
+    assert sum(n for n, _ in gathers(before)) <= sum(n for n, _ in gathers(by_columns)) / 2
+    assert worst_error(of, run(of, before), run_plain(of)) < 1e-4
+    for layout, other in ((by_columns, before), (before, by_columns)):
+        near = {c.layout for c in neighbours(of.space, of.space.candidate(layout))}
+        assert other in near
+
+
+def test_where_no_rule_divides_what_enters_a_loop_nothing_is_said_of_it() -> None:
+    for of, name in ((analyse(stacked_rnn()), "data parallel"), (subject("adamw"), "FSDP x TP")):
+        layout = baseline(of.space, name)
+        said = of.space.canonical(dataclasses.replace(layout, whole_into_loops=True))
+        assert said == layout
+    of = analyse(stacked_rnn())
+    one = Layout(mesh=(("x", 8), ("y", 1)), compute=rules({"batch": "x", "0.own[0]:64": "y"}))
+    said = of.space.canonical(dataclasses.replace(one, whole_into_loops=True))
+    assert said == of.space.canonical(one)
+
+
 def test_a_scanned_update_gathers_nothing() -> None:
     """Parameters go into the optimizer's loop too, but nothing is computed of them there."""
     whole = EVERY["momentum_layers"]()
