@@ -20,8 +20,8 @@ WAY_BYTES = 4096
 That of x86-64 finds a set by what a page leaves of an address.
 """
 
-_WAYS = 12
-"""Lines that a set of the first cache holds: 8 to 12 on x86-64."""
+PLAIN_LINES = 12
+"""Of a set, in the transpose that `Constants.transposed_s` is of: 760 x 1000 numbers of 4 bytes."""
 
 CROWDED_LINES = 256
 """Of a set, in the transpose that `Constants.collided_s` is of: 512 x 512 numbers of 4 bytes."""
@@ -67,7 +67,7 @@ def lines_read(
         min(extents[d], _sets(stride)) for d, stride in zip(between, strides, strict=True)
     )
     sharing = lines / min(of_each, _sets(*strides), WAY_BYTES // LINE_BYTES)
-    return Lines(True, math.sqrt(sharing / CROWDED_LINES) if sharing > _WAYS else 0.0)
+    return Lines(True, math.sqrt(sharing / CROWDED_LINES) if sharing > PLAIN_LINES else 0.0)
 
 
 def _sets(*strides: int) -> int:

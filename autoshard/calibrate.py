@@ -40,7 +40,7 @@ from autoshard.precision import precise_rates
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 17
+REVISION = 18
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _DRAWS = 5  # of 3 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
@@ -138,7 +138,7 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         bandwidth_bytes_per_s=by_touched[-1][1] if shared else rates["copy"],
         bandwidths=by_touched,
         launch_s=above("kernels") / (2 * _TINY * work),
-        array_s=above("arrays") / (_ARRAYS * n) if shared else 0.0,
+        array_s=above("arrays") / ((_ARRAYS - 1) * n) if shared else 0.0,
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         folds_sums=target.platform not in SUMS_APART,
         one_by_one=target.platform in ONE_BY_ONE,
@@ -211,22 +211,22 @@ def least_of_rounds(
 def bandwidths(seconds: Mapping[object, float]) -> tuple[tuple[int, float], ...]:
     """Bytes a second that all devices of a host read and write together, by what they touch in all.
 
-    Beyond the caches a byte takes longer: what is touched more is no faster. The difference of two
-    numbers of turns has neither the dispatch in it nor the making of the result.
+    Beyond the caches a byte takes longer: what is touched less is no slower, also where a turn of
+    so little takes most of its time to begin. The difference of two numbers of turns has neither
+    the dispatch in it nor the making of the result.
 
     Args:
       seconds: of the probes ("memory", bytes, turns).
     """
-    found = []
-    best = math.inf
-    for bytes_, (few, many) in _TOUCHED.items():
+    found: list[tuple[int, float]] = []
+    for bytes_, (few, many) in reversed(_TOUCHED.items()):
         short, long = (seconds["memory", bytes_, turns] for turns in (few, many))
         once_s = (long - short) / (many - few)
         # On a busy machine the shorter loop may have been held up as long as the longer one ran: a
         # turn takes no less than half of what it takes with everything beside it.
-        best = min(best, 2.0 * bytes_ / max(once_s, long / many / 2))
-        found.append((bytes_, best))
-    return tuple(found)
+        rate = 2.0 * bytes_ / max(once_s, long / many / 2)
+        found.append((bytes_, max(rate, found[-1][1]) if found else rate))
+    return tuple(reversed(found))
 
 
 def fresh_s_per_byte(seconds: Mapping[object, float], devices: int, kept_bytes: int) -> float:

@@ -32,8 +32,6 @@ class KernelTable:
     Attributes:
       value_bytes: (n,) size of each value on one device if nothing is sharded.
       value_elements: (n,) elements of it.
-      value_rows: (n,) extent of its first dimension.
-      value_inner_loops: (n,) how many other dimensions have more than one element.
       tags: tag of an operation -> (first value, number of results); values are numbered so.
       entries: tag of a manual region -> the same of what its body is given.
       argument_values: value number of each argument of main.
@@ -44,8 +42,10 @@ class KernelTable:
       kernel_trips: (k,) how often it runs in a step.
       kernel_turns: (k,) the innermost loop that it runs in, -1 where there is none.
       loops_around: of each loop the innermost that it stands in, -1 where there is none.
+      loop_turns: of each loop how many turns it takes in a step, those of loops around it counted.
       kernel_writes: (k,) 1 if it writes its whole value, 0 if it updates in place.
-      kernel_loops: (k,) whether it computes each element of its value from those at the same place.
+      kernel_loops: (k,) whether it computes each element of its value from one of each operand.
+      kernel_extents: (k, rank) of the dimensions of its value, 1 where it has none.
       kernel_turned: (k,) whether it is a convolution that XLA turns around (`convolutions`).
       kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`, with how
         precisely it multiplies (`precision.multiplied_as`); else "".
@@ -68,8 +68,6 @@ class KernelTable:
 
     value_bytes: np.ndarray
     value_elements: np.ndarray
-    value_rows: np.ndarray
-    value_inner_loops: np.ndarray
     tags: dict[int, tuple[int, int]]
     entries: dict[int, tuple[int, int]]
     argument_values: list[int]
@@ -80,8 +78,10 @@ class KernelTable:
     kernel_trips: np.ndarray
     kernel_turns: np.ndarray
     loops_around: tuple[int, ...]
+    loop_turns: tuple[float, ...]
     kernel_writes: np.ndarray
     kernel_loops: np.ndarray
+    kernel_extents: np.ndarray
     kernel_turned: np.ndarray
     kernel_dtypes: tuple[str, ...]
     read_kernel: np.ndarray
@@ -195,8 +195,6 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
     return KernelTable(
         value_bytes=np.array(ops.sizes),
         value_elements=np.array(ops.elements),
-        value_rows=np.array(ops.rows),
-        value_inner_loops=np.array(ops.inner_loops),
         tags=ops.tags,
         entries=ops.entries,
         argument_values=ops.arguments,
@@ -209,8 +207,10 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
             [_innermost(ops.loops, ops.position_of[v]) for v in kernel_value], dtype=int
         ),
         loops_around=tuple(_innermost(ops.loops, loop.start) for loop in ops.loops),
+        loop_turns=tuple(ops.turns),
         kernel_writes=np.array(kernel_writes),
         kernel_loops=np.array([ops.op_of[v] not in HEAVY for v in kernel_value], dtype=bool),
+        kernel_extents=_extents([ops.dims[v] for v in kernel_value]),
         kernel_turned=np.array([v in ops.turned for v in kernel_value], dtype=bool),
         kernel_dtypes=tuple(kernel_dtypes),
         read_kernel=np.array(read_kernel, dtype=int),
@@ -232,6 +232,12 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         sent=tuple(ops.sent),
         assumptions=tuple(dict.fromkeys(ops.assumptions)),
     )
+
+
+def _extents(dims: list[tuple[int, ...]]) -> np.ndarray:
+    """The extents of several arrays as one, with ones after the last dimension of each."""
+    rank = max(map(len, dims), default=0) or 1
+    return np.array([(*d, *[1] * (rank - len(d))) for d in dims], dtype=int).reshape(-1, rank)
 
 
 def _innermost(loops: Sequence[Loop], position: int) -> int:

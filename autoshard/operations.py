@@ -107,8 +107,7 @@ class Operations:
 
     Attributes:
       sizes, elements: bytes and elements of each value on one device if nothing is sharded.
-      rows: the extent of its first dimension; 1 of a number.
-      inner_loops: how many of its other dimensions have more than one element.
+      dims: the extents of each of them.
       parents: for a constraint's value the value it constrains, else -1.
       op_of: the operation that makes a value, "" for arguments.
       operands: of that operation, by number.
@@ -124,7 +123,7 @@ class Operations:
       trips, positions: the same two by tag.
       ends: tag of a loop -> position of the last operation of its body.
       site_values: (value, site index) of each sharding constraint.
-      loops: every `while`.
+      loops, turns: every `while`, and how many turns it takes in a step.
       contracting: tags of products and convolutions with the values they take.
       turned: values of convolutions that XLA turns around (`convolutions`).
       transposed: by the value an operation makes, the values it transposes (`transposes`), and how.
@@ -137,9 +136,7 @@ class Operations:
     def __init__(self, main: stablehlo.Block, site_of_tag: dict[int, int], platform: str):
         self.sizes: list[float] = []
         self.elements: list[float] = []
-        self.rows: list[int] = []
-        self.inner_loops: list[int] = []
-        self._dimensions: list[int] = []
+        self.dims: list[tuple[int, ...]] = []
         self.parents: list[int] = []
         self.op_of: list[str] = []
         self.operands: list[list[int]] = []
@@ -155,6 +152,7 @@ class Operations:
         self.ends: dict[int, int] = {}
         self.site_values: list[tuple[int, int]] = []
         self.loops: list[Loop] = []
+        self.turns: list[float] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
         self.turned: set[int] = set()
         self.transposed: dict[int, dict[int, Lines]] = {}
@@ -179,7 +177,7 @@ class Operations:
 
     def is_matrix(self, v: int) -> bool:
         """Whether a value has two dimensions of more than one element."""
-        return self._dimensions[v] == 2
+        return sum(extent > 1 for extent in self.dims[v]) == 2
 
     def _new(self, value: stablehlo.Value, op: str, trips: float, parent: int = -1) -> int:
         dims, bits = stablehlo.shape_and_bits(str(value.type))
@@ -187,9 +185,7 @@ class Operations:
         self._number[value] = index
         count = float(math.prod(dims))
         self.elements.append(count)
-        self.rows.append(dims[0] if dims else 1)
-        self.inner_loops.append(sum(d > 1 for d in dims[1:]))
-        self._dimensions.append(sum(d > 1 for d in dims))
+        self.dims.append(tuple(dims))
         self.sizes.append(count * bits / 8)
         self.parents.append(parent)
         self.op_of.append(op)
@@ -278,6 +274,7 @@ class Operations:
         start = self.length
         self._block(body, trips * count)
         returned = list(body.operations)[-1].operation.operands
+        self.turns.append(trips * count)
         self.loops.append(
             Loop(
                 start=start,

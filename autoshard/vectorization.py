@@ -7,7 +7,7 @@ each turn because the second of two parts has fewer of them:
 `docs/decisions/0030-loops-that-are-not-vectorized.md`.
 """
 
-from typing import Any
+import numpy as np
 
 PART_BYTES = 256 << 10
 """A loop that memory bounds gets another part for so many bytes that it reads and writes.
@@ -18,15 +18,23 @@ Seen with XLA:CPU of jax 0.10.2 and 0.12.0 on two cores: two parts from 512 KiB 
 _UNROLLED = 16
 """Elements in a turn of the outermost loop; with 18 to 24 it depends on what is computed."""
 
+_UNROLLED_TWICE = 24
+"""The same where two inner loops are unrolled: 3 x 8 elements are slow, 4 x 8 are not."""
 
-def is_vectorized(rows: Any, row_elements: Any, inner_loops: Any, parts: Any) -> Any:
-    """Whether the arithmetic of a large loop is vectorized; of numbers, or of arrays of them.
+
+def is_vectorized(extents: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """Whether the arithmetic of large loops is vectorized, (k,).
 
     Args:
-      rows: extent of the outermost dimension of what is written, on one device.
-      row_elements: elements in each of them.
-      inner_loops: how many other dimensions have more than one element.
-      parts: that the rows are divided into; one part is a small loop, of which nothing is said.
+      extents: (k, rank) of what each writes on one device, the outermost dimension first. Those of
+        one element are no loops: the first one of more is what is divided into parts.
+      parts: (k,) that it is divided into; one part is a small loop, of which nothing is said.
     """
-    unchecked = (parts != 2) | (rows % 2 == 0)
-    return ((inner_loops < 2) & unchecked) | (row_elements > _UNROLLED) | (parts < 2)
+    looped = extents > 1
+    first = looped.argmax(axis=1)
+    rows = np.take_along_axis(extents, first[:, None], axis=1)[:, 0]
+    row_elements = extents.prod(axis=1) / np.maximum(rows, 1)
+    twice = looped.sum(axis=1) > 2
+    checked = (parts == 2) & (rows % 2 == 1)
+    slow = np.where(twice, row_elements <= _UNROLLED_TWICE, checked & (row_elements <= _UNROLLED))
+    return ~slow | (parts < 2)

@@ -48,6 +48,9 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     )
     assert 1e8 < constants.bandwidth_bytes_per_s < 1e13
     assert 0 < constants.launch_s < 1e-2
+    touched, rates = zip(*constants.bandwidths, strict=True)
+    assert list(touched) == sorted(touched) and list(rates) == sorted(rates, reverse=True)
+    assert rates[-1] == constants.bandwidth_bytes_per_s
     assert 0 <= constants.fresh_s_per_byte < 1e-7
     assert 0 <= constants.transposed_s <= constants.collided_s < 1e-6
     assert 0 < constants.turned_flops_per_s < constants.contract_flops_per_s
@@ -154,9 +157,10 @@ def test_neither_dispatch_nor_the_result_counts_as_memory_traffic():
     largest = max(rates)
     held_up = {**seconds, ("memory", largest, 2): seconds["memory", largest, 6]}
     assert rates[largest] / 2 < bandwidths(held_up)[-1][1] < rates[largest] * 2
-    # A larger array is no faster than a smaller one, whatever the clock says.
-    slow = {**rates, min(rates): 50e9}
-    assert max(rate for _, rate in bandwidths(taken(slow))) == pytest.approx(50e9)
+    # A smaller array is no slower than a larger one, whatever the clock says.
+    smallest, next_one, *_ = rates
+    slow = {**rates, smallest: 50e9}
+    assert dict(bandwidths(taken(slow))) == pytest.approx({**rates, smallest: rates[next_one]})
 
 
 def test_a_byte_of_a_fresh_block_costs_what_a_kept_one_does_not():

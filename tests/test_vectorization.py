@@ -49,6 +49,10 @@ ENTRY %main (x: {made}) -> {made} {{
         ((3, 79151), 2, True),
         ((79152, 2, 8), 2, False),  # two inner loops, whatever the parts
         ((79152, 2, 8), 8, False),
+        ((79152, 3, 8), 2, False),
+        ((79151, 1, 24), 2, True),
+        ((1, 79151, 8), 2, False),  # what is of one element is no loop
+        ((1, 79152, 2, 8), 2, False),
         ((79152, 4, 8), 2, True),
         ((79152, 1, 8), 2, True),
     ],
@@ -56,8 +60,7 @@ ENTRY %main (x: {made}) -> {made} {{
 def test_short_rows_are_not_vectorized_in_unequal_halves_or_in_two_loops(
     shape: tuple[int, ...], parts: int, vectorized: bool
 ) -> None:
-    inner = sum(extent > 1 for extent in shape[1:])
-    assert is_vectorized(shape[0], math.prod(shape[1:]), inner, parts) == vectorized
+    assert is_vectorized(np.array([shape]), np.array([parts])) == [vectorized]
     dims = ",".join(map(str, shape))
     told = f', backend_config={{"outer_dimension_partitions":["{parts}"]}}'
     text = FUSED.format(made=f"f32[{dims}]", said=told if parts > 1 else "")
@@ -85,7 +88,29 @@ def test_the_compiler_says_how_many_parts_a_large_loop_has() -> None:
     assert parts(enough) > 1 or parts(64 * enough) == 1  # one core shares with none
 
 
-def table(rows: int, width: int) -> Workload:
+def test_a_sum_is_no_loop_over_what_it_writes() -> None:
+    told = ', backend_config={"outer_dimension_partitions":["2"]}'
+    text = FUSED.format(made="f32[79151]", said=told).replace(
+        "%p = f32[79151] parameter(0)",
+        """%q = f32[79151] parameter(0)
+  %w = f32[79151,64] broadcast(%q), dimensions={0}
+  %zero = f32[] constant(0)
+  %p = f32[79151] reduce(%w, %zero), dimensions={1}, to_apply=%add""",
+    )
+    add = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%f ("""
+    module = parse(text.replace("%f (", add, 1))
+    (work,) = (s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch))
+    assert work.element_flops > 64 * 79151 - 79151 and work.unvectorized_flops == 0
+    assert not vectorizes(module.find("main").root)
+
+
+def table(*shape: int) -> Workload:
     """An AdaGrad step of a table whose gradient is given."""
 
     def step(state, gradient):  # type: ignore[no-untyped-def]
@@ -94,25 +119,28 @@ def table(rows: int, width: int) -> Workload:
         return {"table": moved, "square": square}, {}
 
     def init():  # type: ignore[no-untyped-def]
-        return {name: jnp.zeros((rows, width)) for name in ("table", "square")}
+        return {name: jnp.zeros(shape) for name in ("table", "square")}
 
-    return Workload(step=step, init=init, batch=shaped(rows, width))
+    return Workload(step=step, init=init, batch=shaped(*shape))
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "axis", "slow"),
+    ("shape", "axis", "slow"),
     [
-        (80002, 8, 0, True),  # 40001 rows on each of two devices
-        (80002, 8, 1, False),  # all 80002 of half the width
-        (80004, 8, 0, False),
-        (80002, 64, 0, False),
-        (802, 8, 0, False),  # too small to be divided into parts
+        ((80002, 8), 0, True),  # 40001 rows on each of two devices
+        ((80002, 8), 1, False),  # all 80002 of half the width
+        ((80004, 8), 0, False),
+        ((80002, 64), 0, False),
+        ((802, 8), 0, False),  # too small to be divided into parts
+        ((80004, 2, 8), 0, True),  # two inner loops
+        ((80004, 2, 8), 1, False),  # one of them is divided: one left
+        ((2, 80001, 8), 0, True),  # 80001 rows are the outermost loop that is left
     ],
 )
 def test_rung_1_looks_at_the_rows_of_one_device(
-    rows: int, width: int, axis: int, slow: bool
+    shape: tuple[int, ...], axis: int, slow: bool
 ) -> None:
-    of = analyse(table(rows, width))
+    of = analyse(table(*shape))
     name = of.analysis.axes.axes[axis].name
     layout = Layout(mesh=(("x", 2),), compute=rules({name: "x"}))
     judged = propagator(of.analysis)
@@ -123,7 +151,11 @@ def test_rung_1_looks_at_the_rows_of_one_device(
 
 def test_products_and_lookups_are_no_such_loops() -> None:
     kernels = kernels_of(lambda x, y: jnp.tanh(x @ y), (48, 40), (40, 8))
+    assert sorted(kernels.kernel_loops) == [False, True]
     assert list(kernels.kernel_loops) == [not c for c in kernels.kernel_contracts]
+    lookup = kernels_of(lambda x, y: x[jnp.argsort(y[:, 0])], (48, 40), (48, 8))
+    (looked_up,) = np.flatnonzero((lookup.kernel_extents == (48, 40)).all(axis=1))
+    assert not lookup.kernel_loops[looked_up]
 
 
 def test_both_rungs_price_them_alike() -> None:

@@ -87,7 +87,7 @@ class Judged:
       shards: tag -> for each result the set of mesh axes (or parts) that divide it.
       entries: tag of a manual region -> the same of what its body is given, without the mesh axes
         that are the region's.
-      outermost: tag -> of results that have a sharding those that divide the first dimension.
+      dims: tag -> of each result that has a sharding those of each dimension.
       contracted: tag of a product or reduction -> mesh axes that divide its work.
       operands: tag of the same -> for each operand the mesh axes that divide what is read, which is
         less than what was made where the partitioner gathers in between.
@@ -98,7 +98,7 @@ class Judged:
 
     shards: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
     entries: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
-    outermost: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
+    dims: dict[int, tuple[Division, ...]] = dataclasses.field(default_factory=dict)
     contracted: dict[int, frozenset[str]] = dataclasses.field(default_factory=dict)
     operands: dict[int, tuple[frozenset[str], ...]] = dataclasses.field(default_factory=dict)
     communication: list[Communication] = dataclasses.field(default_factory=list)
@@ -118,10 +118,10 @@ def read(main: Operation, sizes: dict[str, int]) -> Judged:
 
 
 class _Divided(NamedTuple):
-    """Of each value of a printed sharding the mesh axes that divide it, or its first dimension."""
+    """Of each value of a printed sharding the mesh axes that divide it, and its dimensions."""
 
     axes: tuple[frozenset[str], ...]
-    outermost: tuple[frozenset[str], ...]
+    dims: tuple[Division, ...]
 
 
 _UNDIVIDED = _Divided((), ())
@@ -159,11 +159,9 @@ class _Reader:
     def _divided(self, attribute: Attribute) -> "_Divided":
         found = self._memo.get(attribute)
         if found is None:
-            values = [parse_sharding("<@" + part) for part in str(attribute).split("<@")[1:]]
-            found = _Divided(
-                axes=tuple(frozenset(a for dim in dims for a in dim) for dims in values),
-                outermost=tuple(frozenset(a for dim in dims[:1] for a in dim) for dims in values),
-            )
+            values = tuple(parse_sharding("<@" + part) for part in str(attribute).split("<@")[1:])
+            axes = tuple(frozenset(a for dim in dims for a in dim) for dims in values)
+            found = _Divided(axes, values)
             self._memo[attribute] = found
         return found
 
@@ -194,7 +192,7 @@ class _Reader:
         name, held, results = op.name, op.attributes, op.results
         said = "out_shardings" if name == MANUAL else "sdy.sharding"
         divided = self._divided(held[said]) if said in held else _UNDIVIDED
-        self._judged.outermost[tag] = divided.outermost
+        self._judged.dims[tag] = divided.dims
         shards = divided.axes
         shards += (_NOWHERE,) * (len(results) - len(shards))
         self._judged.shards[tag] = shards

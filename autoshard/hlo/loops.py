@@ -3,6 +3,8 @@
 import math
 import re
 
+import numpy as np
+
 from autoshard.hlo.records import HloModule, Instruction
 from autoshard.vectorization import is_vectorized
 
@@ -27,6 +29,5 @@ def vectorizes(instruction: Instruction) -> bool:
     if parts < 2:
         return True
     dims, order = instruction.shape.dims, instruction.shape.minor_to_major
-    outermost, *inner = [dims[d] for d in order[::-1]] if order else dims or (1,)
-    loops = sum(extent > 1 for extent in inner)
-    return bool(is_vectorized(outermost, math.prod(inner), loops, parts))
+    extents = [dims[d] for d in order[::-1]] if order else dims
+    return bool(is_vectorized(np.array([extents or (1,)]), np.array([parts]))[0])

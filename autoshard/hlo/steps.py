@@ -34,6 +34,21 @@ _CYCLES = re.compile(r'"estimated_cycles":"?(-?\d+)')
 _CHAIN = re.compile(r'chain_id="(\w+)"')
 _IS_SYNC = re.compile(r'"is_sync":true')
 _MOVES = frozenset(("copy", "dynamic-slice", "dynamic-update-slice", "slice"))
+_OF_SEVERAL = frozenset(
+    (
+        "convolution",
+        "custom-call",
+        "dot",
+        "dynamic-update-slice",
+        "gather",
+        "reduce",
+        "reduce-window",
+        "scatter",
+        "select-and-scatter",
+        "sort",
+    )
+)
+"""Operations that make an element of several of an operand, or leave most of it as it is."""
 _PASSED_ON = frozenset(("bitcast", "copy", "get-tuple-element", "opt-barrier"))
 _ENDLESS = 1 << 53
 """Cycles no kernel takes: libtpu prints 2**63-1 for a kernel that runs on the sparse core."""
@@ -124,6 +139,7 @@ class _Inside:
         self.transposed = 0.0
         self.collided = 0.0
         self.declared = False
+        self.loops = True  # over its result, each element made of one of each operand
         self.exchanges: list[Exchange] = []
         self.ended: list[str] = []
         self.unmodelled: list[str] = []
@@ -139,6 +155,7 @@ class _Inside:
         self.transposed += other.transposed
         self.collided += other.collided
         self.declared |= other.declared
+        self.loops &= other.loops
         self.exchanges += other.exchanges
         self.ended += other.ended
         self.unmodelled += other.unmodelled
@@ -257,6 +274,7 @@ class Steps:
             )
             inside.assumptions[said] = None
             cycles = None
+        slow = inside.loops and not vectorizes(instruction)
         yield Launch(
             work=Work(
                 opcode=opcode,
@@ -264,7 +282,7 @@ class Steps:
                 matmul_flops=tuple(sorted(inside.matmul.items())),
                 element_flops=inside.elements,
                 transcendentals=inside.transcendentals,
-                unvectorized_flops=0.0 if vectorizes(instruction) else inside.elements,
+                unvectorized_flops=inside.elements if slow else 0.0,
                 turned_flops=inside.turned_flops,
                 transposed=inside.transposed,
                 collided=inside.collided,
@@ -318,6 +336,7 @@ class Steps:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in FREE:
             return
+        inside.loops &= opcode not in _OF_SEVERAL
         if is_collective(instruction):
             self._add_collective(inside, instruction, computation, fused_from)
             return

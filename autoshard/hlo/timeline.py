@@ -154,21 +154,25 @@ class _Replay:
     def __init__(self, steps: Steps, prices: Prices) -> None:
         self._steps = steps
         self._prices = prices
-        self._runs: dict[tuple[str, _Behind], _Clock] = {}
-        self._turn_bytes: dict[str, float] = {}  # by computation that runs in turns
+        self._runs: dict[tuple[str, _Behind, float | None], _Clock] = {}
+        self._moved: dict[str, float] = {}
 
-    def run(self, name: str, behind: _Behind) -> _Clock:
-        """The clock at the end of a computation that began with the queues `behind`."""
-        if (name, behind) not in self._runs:
+    def run(self, name: str, behind: _Behind, turn_bytes: float | None = None) -> _Clock:
+        """The clock at the end of a computation.
+
+        Args:
+          behind: the queues that it began with.
+          turn_bytes: memory traffic of a turn of the loop that it runs in; None outside of loops.
+        """
+        key = name, behind, turn_bytes
+        if key not in self._runs:
             clock = _Clock(behind)
             for step in self._steps.of(name):
-                self._take(step, clock, self._turn_bytes.get(name))
-            self._runs[name, behind] = clock
-        return self._runs[name, behind]
+                self._take(step, clock, turn_bytes)
+            self._runs[key] = clock
+        return self._runs[key]
 
     def _take(self, step: Step, clock: _Clock, turn_bytes: float | None) -> None:
-        if isinstance(step, Call | Branch) and turn_bytes is not None:
-            self._turn_bytes.update(dict.fromkeys(step.called, turn_bytes))
         match step:
             case Launch():
                 self._launch(step, clock, turn_bytes)
@@ -176,37 +180,41 @@ class _Replay:
                 clock.wait(step.key)
             case Call():
                 clock.assumptions.update(dict.fromkeys(step.assumptions))
-                clock.follow(self._turn(step.called, clock.behind))
+                clock.follow(self._turn(step.called, clock.behind, turn_bytes))
             case Branch():
                 clock.assumptions.update(dict.fromkeys(step.assumptions))
-                runs = [self.run(name, clock.behind) for name in step.called]
+                runs = [self.run(name, clock.behind, turn_bytes) for name in step.called]
                 clock.follow(max(runs, key=lambda run: run.now_s + max(run.behind)))
             case Loop():
                 clock.assumptions.update(dict.fromkeys(step.assumptions))
                 trips = 1 if step.trips is None else step.trips
-                turn = sum(map(self._traffic, step.called))
-                self._turn_bytes.update(dict.fromkeys(step.called, turn))
+                if step.trips != 1:  # what runs once comes up again with what is around it
+                    turn_bytes = sum(map(self._traffic, step.called))
                 if trips:
-                    clock.follow(self._turn(step.called, clock.behind))
+                    clock.follow(self._turn(step.called, clock.behind, turn_bytes))
                 if trips > 1:
                     # What the first iteration leaves in the queues, the second one meets: it is
                     # the one that repeats.
-                    clock.follow(self._turn(step.called, clock.behind), trips - 1)
+                    clock.follow(self._turn(step.called, clock.behind, turn_bytes), trips - 1)
 
     def _traffic(self, name: str) -> float:
-        """Memory traffic of one execution of a computation, bytes."""
-        total = 0.0
-        for step in self._steps.of(name):
-            match step:
-                case Launch():
-                    total += step.work.bytes
-                case Call():
-                    total += sum(map(self._traffic, step.called))
-                case Branch():
-                    total += max(map(self._traffic, step.called))
-                case Loop():
-                    total += sum(map(self._traffic, step.called)) * (step.trips or 1)
-        return total
+        """Memory traffic of the kernels of one execution of a computation, bytes."""
+        if name not in self._moved:
+            self._moved[name] = sum(map(self._traffic_of, self._steps.of(name)))
+        return self._moved[name]
+
+    def _traffic_of(self, step: Step) -> float:
+        match step:
+            case Launch():  # a collective has its traffic in its price
+                return 0.0 if step.exchanges else step.work.bytes
+            case Call():
+                return sum(map(self._traffic, step.called))
+            case Branch():
+                return max(map(self._traffic, step.called))
+            case Loop():
+                trips = 1 if step.trips is None else step.trips
+                return sum(map(self._traffic, step.called)) * trips
+        return 0.0
 
     def _launch(self, launch: Launch, clock: _Clock, turn_bytes: float | None) -> None:
         work = launch.work
@@ -228,9 +236,9 @@ class _Replay:
         for target in launch.unmodelled:
             clock.leave_unmodelled(f"custom call {target}", 1, seconds / len(launch.unmodelled))
 
-    def _turn(self, names: tuple[str, ...], behind: _Behind) -> _Clock:
+    def _turn(self, names: tuple[str, ...], behind: _Behind, turn_bytes: float | None) -> _Clock:
         """Computations one after another."""
         clock = _Clock(behind)
         for name in names:
-            clock.follow(self.run(name, clock.behind))
+            clock.follow(self.run(name, clock.behind, turn_bytes))
         return clock

@@ -19,7 +19,8 @@ def estimate_of(
     parsed = hlo.parse(compiled.hlo_text)
     counts = hlo.count(parsed, module.mesh)
     memory = compiled.memory
-    step_bytes = memory.arguments_bytes + memory.temporaries_bytes
+    made_bytes = memory.outputs_bytes - memory.aliased_bytes
+    step_bytes = memory.arguments_bytes + memory.temporaries_bytes + made_bytes
     line = timeline(parsed, module.mesh, MeshPrices(cost, module.mesh, step_bytes))
     time_s, compute_s, communication_s = line.total_s, line.compute_s, line.communication_s
     exposed_s = line.exposed_s

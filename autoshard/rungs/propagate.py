@@ -146,7 +146,7 @@ class Propagator:
             collided=collided,
             turned=kernels.kernel_turned,
             touched=_touched(kernels, traffic, trips, peak),
-            vectorized=self._vectorized(judged, sizes, divided, flops, traffic, cost.constants),
+            vectorized=self._vectorized(judged, sizes, flops, traffic, cost.constants),
         )
         compute_s += cost.fresh_s(block, _OFF_BY) + cost.handing_s(len(program.inputs))
         communication_s = cost.collectives_s(collectives, specs.mesh)
@@ -173,7 +173,6 @@ class Propagator:
         self,
         judged: Judged | None,
         sizes: dict[str, int],
-        divided: np.ndarray,
         flops: np.ndarray,
         traffic: np.ndarray,
         constants: Constants,
@@ -182,18 +181,17 @@ class Propagator:
         if not constants.unvectorized_flops_per_s:
             return True
         kernels = self._analysis.kernels
-        rows_in = np.ones(len(divided))
-        for tag, outermost in judged.outermost.items() if judged else ():
+        loops = np.flatnonzero(kernels.kernel_loops)
+        of_value = dict(zip(kernels.kernel_value[loops].tolist(), loops.tolist(), strict=True))
+        extents = kernels.kernel_extents.astype(float)
+        for tag, results in judged.dims.items() if judged else ():
             first, count = kernels.tags.get(tag, (0, 0))
-            for k, axes in enumerate(outermost[:count]):
-                rows_in[first + k] = ways(axes, sizes)
-        of = kernels.kernel_value
-        rows = np.ceil(kernels.value_rows[of] / rows_in[of])
-        row_elements = kernels.value_elements[of] / divided[of] / np.maximum(rows, 1.0)
+            for value, dims in enumerate(results[:count], first):
+                if value in of_value and any(dims):
+                    extents[of_value[value], : len(dims)] /= [ways(axes, sizes) for axes in dims]
         parts = np.clip(traffic // PART_BYTES, 1, constants.loop_parts)
         parts = np.where((parts == 2) & (flops > traffic), 3, parts)  # for arithmetic, some more
-        inner = kernels.value_inner_loops[of]
-        return ~kernels.kernel_loops | is_vectorized(rows, row_elements, inner, parts)
+        return ~kernels.kernel_loops | is_vectorized(np.ceil(extents), parts)
 
     def _regathered(
         self, judged: Judged, sizes: dict[str, int], divided: np.ndarray
@@ -267,13 +265,16 @@ def _touched(
     inside = kernels.kernel_turns >= 0
     of = kernels.kernel_turns[inside]
     in_step = np.bincount(of, weights=(traffic * trips)[inside], minlength=count)
-    turns = np.zeros(count)
-    np.maximum.at(turns, of, trips[inside])
+    turns = np.array(kernels.loop_turns)
     for loop in range(count):  # inner ones come before those that they stand in
         if kernels.loops_around[loop] >= 0:
             in_step[kernels.loops_around[loop]] += in_step[loop]
     touched = np.full(len(traffic), peak)
     per_turn = in_step / np.maximum(turns, 1.0)
+    for loop in reversed(range(count)):  # what runs once comes up again with what is around it
+        around = kernels.loops_around[loop]
+        if turns[loop] <= (turns[around] if around >= 0 else 1.0):
+            per_turn[loop] = per_turn[around] if around >= 0 else peak
     touched[inside] = np.minimum(per_turn[of], peak)
     return touched
 

@@ -39,7 +39,7 @@ log_path: str | None = None
 LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 20
 _TAIL_LINES = 12
-_TAIL_BYTES = 1 << 16  # a stack trace for each of a mesh's threads may follow what killed it
+_TAIL_BYTES = 1 << 20  # a stack trace for each of a mesh's threads may follow what killed it
 # absl's log line of a failed check: severity, date, time, thread, file:line] message.
 _FATAL = re.compile(r"^F\d{4} \S+ +\d+ (\S+\] .*)$", re.MULTILINE)
 _FATAL_WIDTH = 240

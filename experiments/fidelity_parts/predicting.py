@@ -20,6 +20,15 @@ from experiments.fidelity_parts import sampling
 from experiments.fidelity_parts.measuring import rung_to_json
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, read, write
 
+_BESIDE = {
+    "bandwidths": "bandwidth_bytes_per_s",
+    "collided_s": "transposed_s",
+    "turned_flops_per_s": "contract_flops_per_s",
+    "unvectorized_flops_per_s": "element_flops_per_s",
+    "array_s": "launch_s",
+}
+"""Constants that older calibrations lack -> the one that each is measured beside."""
+
 
 class OtherProgramsError(RuntimeError):
     """Programs of a sample are not those that were measured."""
@@ -90,9 +99,29 @@ def run(
 
 
 def _constants(figures: dict[str, Any], task: Task, store: Store) -> Constants:
-    """Those of a sample; what nobody asked when it was taken is this machine's."""
+    """Those of a sample, completed where nobody asked for some when it was taken."""
     own = figures["constants"]
     if {field.name for field in dataclasses.fields(Constants)} <= own.keys():
         return Constants.from_json(own)
-    here = calibrated(sampling.target_of(task), store.calibration)
-    return Constants.from_json({**here.to_json(), **own})
+    return completed(own, calibrated(sampling.target_of(task), store.calibration))
+
+
+def completed(own: dict[str, Any], here: Constants) -> Constants:
+    """Constants that lack some, which are this machine's in proportion to what both have.
+
+    The machine, or its hour, may have been another: a rate beyond the caches that was measured then
+    is not to stand beside rates within them that were measured now.
+    """
+    found = here.to_json() | own
+    for name, beside in _BESIDE.items():
+        if name not in own and getattr(here, beside):
+            scale = found[beside] / getattr(here, beside)
+            found[name] = _times(getattr(here, name), scale)
+    return Constants.from_json(found)
+
+
+def _times(figure: Any, scale: float) -> Any:
+    """A figure, or the second of each pair, in proportion."""
+    if isinstance(figure, tuple):
+        return tuple((what, value * scale) for what, value in figure)
+    return figure * scale

@@ -29,6 +29,7 @@ from experiments.fidelity_parts import (
     store,
 )
 from experiments.fidelity_parts.store import Store, Task
+from tests.analysed import CONSTANTS
 from tests.experiments.tiny_case import TinyCase
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -280,6 +281,24 @@ def test_a_case_goes_through_search_sample_and_report(
     with pytest.raises(predicting.OtherProgramsError, match=r"1 of .* delete .*sample\.json"):
         predicting.run(task, case, kept, **options)
     assert store.read(path) == anew
+
+
+def test_what_a_sample_did_not_calibrate_is_in_proportion_to_what_it_did() -> None:
+    here = dataclasses.replace(
+        CONSTANTS,
+        bandwidths=((1, 4e10), (2, CONSTANTS.bandwidth_bytes_per_s)),
+        transposed_s=1e-10,
+        collided_s=3e-10,
+        array_s=1e-6,
+    )
+    own = here.to_json() | {"bandwidth_bytes_per_s": 2e10, "transposed_s": 2e-10}
+    for name in ("bandwidths", "collided_s"):
+        del own[name]
+    found = predicting.completed(json.loads(json.dumps(own)), here)
+    assert found.bandwidths == ((1, 8e10), (2, 2e10))
+    assert found.collided_s == pytest.approx(6e-10) and found.array_s == 1e-6
+    accelerator = dataclasses.replace(here, transposed_s=0.0, collided_s=0.0)
+    assert predicting.completed(own, accelerator).collided_s == 0.0
 
 
 def test_predictions_are_made_anew_where_there_is_a_sample(kept: Store) -> None:

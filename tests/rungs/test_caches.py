@@ -76,11 +76,39 @@ def test_a_loop_touches_what_one_turn_does() -> None:
     assert _touched(kernels, traffic, kernels.kernel_trips, 100.0).max() == 100.0
 
 
+@pytest.mark.parametrize("around", [1, 5])
+def test_what_runs_once_comes_up_again_with_what_is_around_it(around: int) -> None:
+    def nested(x):  # type: ignore[no-untyped-def]
+        def once(x, _):  # type: ignore[no-untyped-def]
+            return jnp.sin(x @ x), None
+
+        def outer(x, _):  # type: ignore[no-untyped-def]
+            return jnp.cos(jax.lax.scan(once, x, length=1)[0] @ x), None
+
+        return jax.lax.scan(outer, x, length=around)[0]
+
+    kernels = kernels_of(nested, (64, 64))
+    traffic = np.where(kernels.kernel_contracts, 100.0, 0.0)
+    touched = _touched(kernels, traffic, kernels.kernel_trips, 1e12)
+    assert set(touched[kernels.kernel_contracts]) == {200.0 if around > 1 else 1e12}
+
+
+def scanned_beside(turns: int, width: int) -> Workload:
+    """A small loop in a step that touches more than the caches hold."""
+
+    def step(state, batch):  # type: ignore[no-untyped-def]
+        x, large = batch
+        return scanned(turns, width).step(state, x)[0], {"sum": jnp.sum(large)}
+
+    one = scanned(turns, width)
+    return Workload(step=step, init=one.init, batch=(one.batch, shaped(8192, 8192)))
+
+
 @pytest.mark.parametrize(("width", "cached"), [(64, True), (4096, False)])
 def test_rung_1_reads_weights_of_a_loop_from_the_cache_where_they_fit(
     width: int, cached: bool
 ) -> None:
-    of = analyse(scanned(9, width))
+    of = analyse(scanned_beside(9, width))
     layout = baseline(of.space, "replicated")
     slow, fast = (
         propagator(of.analysis).judge(of.space, layout, CostModel(c)) for c in (SHARED, CACHED)
@@ -94,9 +122,12 @@ def test_rung_2_knows_from_the_compiler_what_a_step_touches() -> None:
     made = compile_module(module, jax.devices()[: module.device_count])
     free = dataclasses.replace(CACHED, launch_s=0.0)
     found = []
-    for bytes_ in (0, LARGE):
-        memory = dataclasses.replace(made.memory, temporaries_bytes=bytes_)
+    none = {"temporaries_bytes": 0, "outputs_bytes": 0, "aliased_bytes": 0}
+    both = {"outputs_bytes": LARGE, "aliased_bytes": LARGE}
+    changes = [{}, both, {"temporaries_bytes": LARGE}, {"outputs_bytes": LARGE}]
+    for change in changes:
+        memory = dataclasses.replace(made.memory, **none | change)
         result = CompileResult(memory=memory, hlo_text=made.hlo_text, warnings=(), elapsed_s=0.0)
         found.append(estimate_of(module, result, CostModel(free)).compute_s)
     assert made.memory.arguments_bytes * 8 < SMALL
-    assert found[0] < found[1] / 2
+    assert found[0] == found[1] < found[2] / 2 and found[2] == found[3]

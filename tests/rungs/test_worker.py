@@ -67,7 +67,7 @@ def test_a_crash_is_told_in_its_first_line_by_the_check_that_failed_first(worker
         b"F1125 21:35:21.494273    2119 rendezvous.cc:161] [id=1] Termination timeout of 40 s\n"
         b"F1125 21:35:21.494295    2112 rendezvous.cc:161] [id=0] Termination timeout of 40 s\n"
     )
-    assert call(worker, os.write, 2, log + b"    @     0x7fd085040634  frame\n" * 100) > 0
+    assert call(worker, os.write, 2, log + b"    @     0x7fd085040634  frame\n" * 500) > 0
     first, *_ = call(worker, os.abort).message.splitlines()
     assert "SIGABRT: rendezvous.cc:161] [id=1] Termination timeout of 40 s; its last out" in first
 
