@@ -334,21 +334,16 @@ class SiteMap:
         """Operands of a loop over arrays that are activations, and no carries, used by products."""
         if eqn.primitive.name != "scan":
             return []
-        ((body, *_),) = inner_links(eqn)
         carried = {i for _, i in jaxprs.scan_carries(eqn)}
         flow = self._flow
-        return [
-            i
-            for i, (v, used) in enumerate(
-                zip(body.invars, into_products(body, [False] * len(body.outvars)), strict=True)
-            )
-            if used
-            and i not in carried
-            and _worth(eqn.invars[i])
-            and flow.of(v)
-            and not flow.state_only(v)
-            and not flow.storage(v)
-        ]
+        found = []
+        for body, *_ in inner_links(eqn):
+            used = into_products(body, [False] * len(body.outvars))
+            for i, v in enumerate(body.invars):
+                activation = flow.of(v) and not flow.state_only(v) and not flow.storage(v)
+                if used[i] and activation and i not in carried and _worth(eqn.invars[i]):
+                    found.append(i)
+        return found
 
     def _goes_to_parameters(self, eqn: jaxprs.JaxprEqn) -> bool:
         """Whether a product has a batch dimension in common with a parameter or its gradient.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.compat import jaxprs
-from autoshard.flow import BATCH, STATE, Flow
+from autoshard.flow import BATCH, STATE, Flow, into_products
 
 W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
 
@@ -134,3 +134,31 @@ def test_parameters_are_used_and_moments_and_decay_are_not() -> None:
         if getattr(v.aval, "shape", None) == (8, 8) and flow.state_only(v)
     ]
     assert slices and all(flow.used(v) for v in slices)
+
+
+def test_what_becomes_an_operand_of_a_product_as_it_is_or_rearranged() -> None:
+    @jax.jit
+    def inner(a, b):
+        return jnp.einsum("ij,kj->ik", a, b)
+
+    def looped(x, w):
+        return jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=2)[0]
+
+    cases = {
+        "as it is": (lambda x, w: x @ w, [True, True]),
+        "rearranged": (
+            lambda x, w: x.reshape(4, 16).T.reshape(8, 8).astype("bfloat16") @ w,
+            [True, True],
+        ),
+        "computed with": (lambda x, w: jnp.tanh(x) @ w, [False, True]),
+        "added to": (lambda x, w: x + w, [False, False]),
+        "in a function of its own": (inner, [True, True]),
+        "in a loop": (looped, [True, True]),
+    }
+    for name, (function, expected) in cases.items():
+        jaxpr = jax.make_jaxpr(function)(jnp.zeros((8, 8)), jnp.zeros((8, 8))).jaxpr
+        found = into_products(jaxpr, [False] * len(jaxpr.outvars))
+        assert found == expected, name
+    jaxpr = jax.make_jaxpr(lambda x, w: (x.T, w + 1.0))(jnp.zeros((8, 8)), jnp.zeros((8, 8))).jaxpr
+    assert into_products(jaxpr, [True, True]) == [True, False]
+    assert into_products(jaxpr, [False, True]) == [False, False]
