@@ -4,7 +4,6 @@ A file has what it was measured on, the date and a digest. One that is damaged i
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -16,6 +15,7 @@ import numpy as np
 
 from autoshard import calibrate
 from autoshard.cost import Constants
+from autoshard.host import processor
 from autoshard.target import Target
 
 
@@ -40,7 +40,7 @@ def calibrated(
             str(target.device_count),
             jax.__version__,
             " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),  # they make other programs
-            _host(),
+            f"{processor()}|{os.cpu_count()}|{np.__version__}",
             chip.digest if chip else "",
         ]
     )
@@ -83,15 +83,3 @@ def _kept(path: pathlib.Path) -> Constants | None:
 
 def _suppressing_os_errors() -> contextlib.suppress:
     return contextlib.suppress(OSError)  # a cache that cannot be written is only slower
-
-
-@functools.lru_cache(maxsize=1)
-def _host() -> str:
-    """What tells one host from another: its processors; and numpy's version."""
-    model = ""
-    with _suppressing_os_errors():
-        for line in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return f"{model}|{os.cpu_count()}|{np.__version__}"

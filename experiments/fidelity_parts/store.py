@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from autoshard import Workload
 from autoshard.cost import MODEL_REVISION
+from autoshard.host import processor
 
 PARTS = ("search", "sample", "hand")
 """The parts that are run, in this order; the report is made from what they leave."""
@@ -163,7 +164,7 @@ def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:
 
 def machine() -> str:
     """The kind of machine this is, as results name it."""
-    return f"{platform.machine()} {_processor()}".strip()
+    return f"{platform.machine()} {processor()}".strip()
 
 
 @functools.lru_cache(maxsize=1)
@@ -189,11 +190,3 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _processor() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")
