@@ -171,7 +171,8 @@ def test_the_parents_platform_and_device_count_do_not_count_in_the_child(tmp_pat
 @pytest.mark.parametrize("nice", [0, 3])
 def test_a_worker_stands_back_as_far_as_it_is_told(tmp_path, nice):
     settings = WorkerSettings(platform="cpu", device_count=1, folder=str(tmp_path), nice=nice)
-    assert call(WorkerProcess(settings), os.nice, 0) == os.nice(0) + nice
+    most = 19  # where the tests stand back themselves
+    assert call(WorkerProcess(settings), os.nice, 0) == min(os.nice(0) + nice, most)
 
 
 def test_each_thread_of_an_executor_keeps_one_worker(tmp_path):
