@@ -20,6 +20,7 @@ class Loop:
 
     Attributes:
       start, end: its own position and that of the last operation of its body.
+      turns: how many it takes in a step, those of loops around it counted.
       carries: its results, which also stand for what its body is given.
       initial, returned: what it starts with, and what an iteration returns, for each carry; the
         carry itself where an iteration returns what it was given.
@@ -27,6 +28,7 @@ class Loop:
 
     start: int
     end: int
+    turns: float
     carries: tuple[int, ...]
     initial: tuple[int, ...]
     returned: tuple[int, ...]

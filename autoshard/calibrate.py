@@ -42,7 +42,7 @@ from autoshard.target import Target
 
 REVISION = 18
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
-_DRAWS = 5  # of 3 s each on two cores; one alone is off by a tenth
+_DRAWS = 5  # of 6 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
 # What all devices touch in a turn, bytes, and how many turns: the last is several times the last
@@ -211,9 +211,9 @@ def least_of_rounds(
 def bandwidths(seconds: Mapping[object, float]) -> tuple[tuple[int, float], ...]:
     """Bytes a second that all devices of a host read and write together, by what they touch in all.
 
-    Beyond the caches a byte takes longer: what is touched less is no slower, also where a turn of
-    so little takes most of its time to begin. The difference of two numbers of turns has neither
-    the dispatch in it nor the making of the result.
+    Beyond the caches a byte takes longer: what is touched less is no slower, whatever a turn of
+    so little takes to begin. The difference of two numbers of turns has neither the dispatch in it
+    nor the making of the result.
 
     Args:
       seconds: of the probes ("memory", bytes, turns).

@@ -52,7 +52,7 @@ def calibrated(
     # Who measured at the same time and was done before has the constants of all.
     if (found := _kept(path)) is not None:
         return found
-    with _suppressing_os_errors():
+    with contextlib.suppress(OSError):  # a cache that cannot be written is only slower
         keep.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.tmp")
         partial.write_text(
@@ -79,7 +79,3 @@ def _kept(path: pathlib.Path) -> Constants | None:
         return constants if data["digest"] == constants.digest else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _suppressing_os_errors() -> contextlib.suppress:
-    return contextlib.suppress(OSError)  # a cache that cannot be written is only slower

@@ -222,19 +222,19 @@ def into_products(jaxpr: jaxprs.Jaxpr, outs: Sequence[bool]) -> list[bool]:
     Args:
       outs: which outputs are marked.
     """
-    found = {v for v, flag in zip(jaxpr.outvars, outs, strict=True) if flag and _is_var(v)}
+    found = {
+        v
+        for v, flag in zip(jaxpr.outvars, outs, strict=True)
+        if flag and not isinstance(v, jaxprs.Literal)
+    }
     for eqn in reversed(jaxpr.eqns):
         links = inner_links(eqn)
         hit = [v in found for v in eqn.outvars]
         reached: Iterable[jaxprs.Atom] = _marked_inside(eqn, links, hit, into_products)
         if eqn.primitive.name in CONTRACTIONS or (eqn.primitive.name in _REARRANGES and any(hit)):
             reached = eqn.invars
-        found.update(v for v in reached if _is_var(v))
+        found.update(v for v in reached if not isinstance(v, jaxprs.Literal))
     return [v in found for v in jaxpr.invars]
-
-
-def _is_var(atom: jaxprs.Atom) -> bool:
-    return not isinstance(atom, jaxprs.Literal)
 
 
 def _marked_inside(

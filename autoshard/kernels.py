@@ -207,7 +207,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
             [_innermost(ops.loops, ops.position_of[v]) for v in kernel_value], dtype=int
         ),
         loops_around=tuple(_innermost(ops.loops, loop.start) for loop in ops.loops),
-        loop_turns=tuple(ops.turns),
+        loop_turns=tuple(loop.turns for loop in ops.loops),
         kernel_writes=np.array(kernel_writes),
         kernel_loops=np.array([ops.op_of[v] not in HEAVY for v in kernel_value], dtype=bool),
         kernel_extents=_extents([ops.dims[v] for v in kernel_value]),

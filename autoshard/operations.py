@@ -123,7 +123,7 @@ class Operations:
       trips, positions: the same two by tag.
       ends: tag of a loop -> position of the last operation of its body.
       site_values: (value, site index) of each sharding constraint.
-      loops, turns: every `while`, and how many turns it takes in a step.
+      loops: every `while`.
       contracting: tags of products and convolutions with the values they take.
       turned: values of convolutions that XLA turns around (`convolutions`).
       transposed: by the value an operation makes, the values it transposes (`transposes`), and how.
@@ -152,7 +152,6 @@ class Operations:
         self.ends: dict[int, int] = {}
         self.site_values: list[tuple[int, int]] = []
         self.loops: list[Loop] = []
-        self.turns: list[float] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
         self.turned: set[int] = set()
         self.transposed: dict[int, dict[int, Lines]] = {}
@@ -274,11 +273,11 @@ class Operations:
         start = self.length
         self._block(body, trips * count)
         returned = list(body.operations)[-1].operation.operands
-        self.turns.append(trips * count)
         self.loops.append(
             Loop(
                 start=start,
                 end=self.length,
+                turns=trips * count,
                 carries=tuple(results),
                 initial=tuple(operands),
                 returned=tuple(self._unchanged(self._number[v]) for v in returned),

@@ -1,7 +1,8 @@
 """Search baselines: strategies that know nothing of layouts, over the same space.
 
 The space as a table of categorical parameters: a mesh shape, for every logical axis the mesh axes
-of its compute rule and of its storage rule, which axes give way, and how far arrays stay whole.
+of its compute rule and of its storage rule, which axes give way, how far arrays stay whole, and
+what is gathered before loops.
 What the space does not contain is drawn again and not counted.
 """
 

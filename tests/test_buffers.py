@@ -19,7 +19,14 @@ def values(count: int, touches: dict[int, list[int]], **given: object) -> Values
 
 
 def loop(initial: int, carry: int, returned: int, end: int) -> Loop:
-    return Loop(start=carry, end=end, carries=(carry,), initial=(initial,), returned=(returned,))
+    return Loop(
+        start=carry,
+        end=end,
+        turns=1.0,
+        carries=(carry,),
+        initial=(initial,),
+        returned=(returned,),
+    )
 
 
 def test_a_value_that_only_a_loop_uses_gives_its_buffer_to_it() -> None:
@@ -38,7 +45,7 @@ def test_what_a_loop_only_reads_is_never_copied() -> None:
 
 
 def test_a_value_cannot_be_given_twice() -> None:
-    one = Loop(start=1, end=5, carries=(1, 2), initial=(0, 0), returned=(3, 4))
+    one = Loop(start=1, end=5, turns=1.0, carries=(1, 2), initial=(0, 0), returned=(3, 4))
     buffer, _ = assign(values(5, {0: [1]}), [one])
     assert [buffer[v] for v in (1, 2)] == [0, 2]
 

@@ -150,6 +150,6 @@ class _Walk:
                     case Loop():
                         total.assumptions.update(dict.fromkeys(step.assumptions))
                         for called in step.called:
-                            total.add(self.total(called), 1 if step.trips is None else step.trips)
+                            total.add(self.total(called), step.turns)
             self._totals[name] = total
         return self._totals[name]

@@ -107,6 +107,11 @@ class Loop:
     trips: int | None
     assumptions: tuple[str, ...]
 
+    @property
+    def turns(self) -> int:
+        """How many are counted: one where it is unknown."""
+        return 1 if self.trips is None else self.trips
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:

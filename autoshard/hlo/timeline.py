@@ -187,15 +187,14 @@ class _Replay:
                 clock.follow(max(runs, key=lambda run: run.now_s + max(run.behind)))
             case Loop():
                 clock.assumptions.update(dict.fromkeys(step.assumptions))
-                trips = 1 if step.trips is None else step.trips
-                if step.trips != 1:  # what runs once comes up again with what is around it
+                if step.turns != 1:  # what runs once comes up again with what is around it
                     turn_bytes = sum(map(self._traffic, step.called))
-                if trips:
+                if step.turns:
                     clock.follow(self._turn(step.called, clock.behind, turn_bytes))
-                if trips > 1:
+                if step.turns > 1:
                     # What the first iteration leaves in the queues, the second one meets: it is
                     # the one that repeats.
-                    clock.follow(self._turn(step.called, clock.behind, turn_bytes), trips - 1)
+                    clock.follow(self._turn(step.called, clock.behind, turn_bytes), step.turns - 1)
 
     def _traffic(self, name: str) -> float:
         """Memory traffic of the kernels of one execution of a computation, bytes."""
@@ -212,8 +211,7 @@ class _Replay:
             case Branch():
                 return max(map(self._traffic, step.called))
             case Loop():
-                trips = 1 if step.trips is None else step.trips
-                return sum(map(self._traffic, step.called)) * trips
+                return sum(map(self._traffic, step.called)) * step.turns
         return 0.0
 
     def _launch(self, launch: Launch, clock: _Clock, turn_bytes: float | None) -> None:

@@ -27,7 +27,7 @@ _BESIDE = {
     "unvectorized_flops_per_s": "element_flops_per_s",
     "array_s": "launch_s",
 }
-"""Constants that older calibrations lack -> the one that each is measured beside."""
+"""Constants that older calibrations lack -> one of the same kind that they have."""
 
 
 class OtherProgramsError(RuntimeError):

@@ -398,6 +398,8 @@ def test_kernels_of_a_loop_know_what_one_turn_moves():
     # What runs once comes up again with the step; sent arrays are not of the kernels.
     replay(RUN_LOOP, others=loop(body, trips=1), prices=prices)
     assert prices.seen["negate"] is None
+    replay(RUN_LOOP, others=loop(body, direction="NE", trips=-3), prices=prices)
+    assert prices.seen["negate"] is None, "a loop of unknown length is counted once"
     replay(RUN_LOOP, others=loop(body, reduce("r", 1)), prices=prices)
     assert prices.seen["negate"] == pytest.approx(of_turn, abs=32)
 
