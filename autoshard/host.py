@@ -7,6 +7,11 @@ _GENERATION = ("cpu family", "model", "stepping", "CPU implementer", "CPU part",
 """Fields of /proc/cpuinfo that tell processors of one name apart, on x86 and on Arm."""
 
 
+def machine() -> str:
+    """The kind of machine this is, as results name it: its architecture and its processor."""
+    return f"{platform.machine()} {processor()}".strip()
+
+
 def processor() -> str:
     """The processor's name and generation, as `described` puts them; "" where nothing tells."""
     try:

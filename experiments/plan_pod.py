@@ -32,6 +32,7 @@ from rich.table import Table
 
 import autoshard
 from autoshard.compat.compilers import compiler_version
+from autoshard.host import machine
 from autoshard.pricing import cost_model
 from autoshard.report.words import mebibytes, seconds
 from autoshard.target import find_target
@@ -172,7 +173,7 @@ def _figures(
         "compiler": compiler_version(plan.target.lowering_platform),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "machine": platform.machine(),
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -27,6 +27,7 @@ from absl import app, flags
 
 from autoshard.analysis import analyse
 from autoshard.cost import KINDS, Constants, CostModel, LinkCost
+from autoshard.host import machine
 from autoshard.meshes import mesh_shapes
 from autoshard.program import trace
 from autoshard.rungs.propagate import Propagator
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> None:
         "median_s": statistics.median(elapsed_s),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "machine": platform.machine(),
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
     }
     print(f"trace            {traced_s:.3f} s")

@@ -39,6 +39,7 @@ from autoshard.compat.noise import start_jax
 from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger
 from autoshard.driver.propagating import propagate_all
+from autoshard.host import machine
 from autoshard.journal import Journal, opened
 from autoshard.pricing import cost_model
 from autoshard.subjects import make_subject, trace_all
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> None:
         "compiler": compiler_version(target.lowering_platform),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "machine": platform.machine(),
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "points": [figures_of(p) for p in points],
     }

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from absl import app, flags
 
+from autoshard.host import machine
 from autoshard.pricing import cost_model
 from autoshard.program import trace
 from autoshard.strategy import Beam
@@ -103,7 +104,7 @@ def main(argv: list[str]) -> None:
     data |= {
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "machine": platform.machine(),
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "budget": _BUDGET.value,
     }

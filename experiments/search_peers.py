@@ -24,6 +24,7 @@ import jax
 from absl import app, flags
 from rich.console import Console
 
+from autoshard.host import machine
 from autoshard.pricing import cost_model
 from autoshard.program import trace
 from autoshard.strategy import Beam, Strategy
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> None:
         data |= {
             "jax": jax.__version__,
             "python": platform.python_version(),
-            "machine": platform.machine(),
+            "machine": machine(),
             "date": time.strftime("%Y-%m-%d"),
         }
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,10 @@
 """Processors by name and generation."""
 
+import platform
+
 import pytest
 
-from autoshard.host import described, processor
+from autoshard.host import described, machine, processor
 
 X86 = "processor\t: 0\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: AMD EPYC\n"
 
@@ -30,3 +32,8 @@ def test_what_is_not_told_is_left_out(text: str, name: str) -> None:
 
 def test_this_host_has_one() -> None:
     assert processor() and "\n" not in processor()
+
+
+def test_a_machine_is_its_architecture_and_its_processor() -> None:
+    architecture, _, rest = machine().partition(" ")
+    assert architecture == platform.machine() and rest == processor()

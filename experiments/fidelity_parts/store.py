@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from autoshard import Workload
 from autoshard.cost import MODEL_REVISION
-from autoshard.host import processor
+from autoshard.host import machine
 
 PARTS = ("search", "sample", "hand")
 """The parts that are run, in this order; the report is made from what they leave."""
@@ -160,11 +160,6 @@ def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def machine() -> str:
-    """The kind of machine this is, as results name it."""
-    return f"{platform.machine()} {processor()}".strip()
 
 
 @functools.lru_cache(maxsize=1)
