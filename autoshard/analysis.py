@@ -9,7 +9,9 @@ from autoshard.compat import flattening, jaxprs, stablehlo
 from autoshard.compat.invariants import Invariants, read_invariants
 from autoshard.kernels import KernelTable, read_kernels
 from autoshard.program import Program, digest
-from autoshard.sites import SiteMap, find_sites, site_of_location
+from autoshard.rewrite import constrained
+from autoshard.sites import SiteMap, site_of_location
+from autoshard.siting import find_sites
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,8 +40,8 @@ def analyse(program: Program, platform: str) -> Analysis:
     """Lowers a program once with every site open and reads what the partitioner knows of it."""
     returned = len(program.state) if program.returns_state else 0
     sites = find_sites(program.step, len(program.state), returned)
-    opened = sites.constrained(
-        lambda site: jaxprs.open_sharding(len(site.shape), program.pinned_mesh)
+    opened = constrained(
+        sites, lambda site: jaxprs.open_sharding(len(site.shape), program.pinned_mesh)
     )
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in program.inputs]
     module = flattening.flatten(stablehlo.lower_abstract(opened, shapes, platform))

@@ -15,6 +15,7 @@ from autoshard.constraints import told
 from autoshard.layout import Spec
 from autoshard.module import ArraySpec, Module
 from autoshard.program import Leaf, Program
+from autoshard.rewrite import constrained
 from autoshard.sites import Site
 from autoshard.specs import Specs
 from autoshard.target import Target
@@ -64,7 +65,7 @@ def constrained_step(
         return program.step  # one device: nothing to shard
     if not analysis.axes.sites and program.written is not None:
         return jaxprs.on_mesh(program.written, mesh)
-    return analysis.sites.constrained(site_shardings(specs, mesh))
+    return constrained(analysis.sites, site_shardings(specs, mesh))
 
 
 def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wrapped:

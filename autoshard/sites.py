@@ -1,82 +1,17 @@
-"""Sites: the values inside a step that take a sharding constraint, and the rewrite that puts it.
+"""Sites: the values inside a step that take a sharding constraint, and where they are.
 
-The same placement serves rung 1 (every site open), rung 2 and the running step (sites with the
-sharding their layout gives). A site is known again in a lowered module by its tag, a name scope
-in the location of the constraint, never by order: lowering drops, unrolls and moves operations.
+A site is known again in a lowered module by its tag, a name scope in the location of the
+constraint, never by order: lowering drops, unrolls and moves operations.
 """
 
 import dataclasses
 import enum
-import math
 import re
-from collections.abc import Callable, Sequence
-
-from jax.sharding import NamedSharding
 
 from autoshard.compat import jaxprs
-from autoshard.flow import CONTRACTIONS, Flow, inner_links, into_products
 
 _TAG = "autoshard_site_"
 _TAG_PATTERN = re.compile(_TAG + r"(\d+)")
-
-_OPENERS = CONTRACTIONS | frozenset(
-    [
-        "gather",
-        "scatter",
-        "scatter-add",
-        "scatter_add",
-        "scatter-mul",
-        "scatter-min",
-        "scatter-max",
-        "reshape",
-        "concatenate",
-        "reduce_sum",
-        "reduce_max",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cumlogsumexp",
-        "sort",
-        "top_k",
-        "reduce_window_sum",
-        "reduce_window_max",
-        "select_and_scatter_add",
-        "dynamic_slice",
-        "dynamic_update_slice",
-    ]
-)
-_QUIET = frozenset(
-    [
-        "broadcast_in_dim",
-        "iota",
-        "convert_element_type",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "copy",
-        "pad",
-        "slice",
-        "rev",
-        "random_bits",
-        "random_wrap",
-        "random_unwrap",
-        "random_seed",
-        "random_fold_in",
-        "random_split",
-        "stop_gradient",
-        "threefry2x32",
-        "shard_map",
-        "pallas_call",
-        "custom_call",
-        "ffi_call",
-        "optimization_barrier",
-        "name",
-        "copy_p",
-        "split",
-        "argmax",
-        "argmin",
-    ]
-)
 
 
 class Place(enum.StrEnum):
@@ -151,341 +86,35 @@ def site_of_location(location: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-class SiteMap:
-    """Where the sites of one step are. Build with `find_sites`.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sited:
+    """The sites of one jaxpr, by index.
 
     Attributes:
+      loop: the loop whose body the jaxpr is; None of others.
+      entries: on the values that a loop's body is entered with, by position.
+      uses: between a value and the equation that uses it, by equation and operand.
+      results: after an equation, by equation and result.
+    """
+
+    loop: jaxprs.JaxprEqn | None
+    entries: dict[int, int] = dataclasses.field(default_factory=dict)
+    uses: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    results: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SiteMap:
+    """Where the sites of one step are. Build with `siting.find_sites`.
+
+    Attributes:
+      step: the step without constraints.
       sites: all of them, by index.
+      sited: where they are, for each jaxpr of the step that has been looked at, by its identity.
       used_leaves: the leaves of the state that compute values are made of, by index: parameters.
     """
 
-    def __init__(self, closed: jaxprs.ClosedJaxpr, flow: Flow, state_count: int):
-        self.sites: list[Site] = []
-        state = closed.jaxpr.invars[:state_count]
-        self.used_leaves = frozenset(i for i, v in enumerate(state) if flow.used(v))
-        self._closed = closed
-        self._flow = flow
-        # Per jaxpr (by identity): sites on its entry values, on operands, and on results.
-        self._entries: dict[int, dict[int, int]] = {}
-        self._uses: dict[int, dict[tuple[int, int], int]] = {}
-        self._results: dict[int, dict[tuple[int, int], int]] = {}
-        self._loops: dict[int, jaxprs.JaxprEqn] = {}
-        self._again: set[int] = set()
-        _find_again(closed.jaxpr, False, self._again, set())
-        self._find(closed.jaxpr, None)
-
-    def _add(
-        self,
-        place: Place,
-        var: jaxprs.Var,
-        storage: bool,
-        eqn: jaxprs.JaxprEqn,
-        batch_first: bool = True,
-        passing: bool = False,
-        owned: Sequence[int] = (),
-        used: Used = Used.NOWHERE,
-        looped: Looped = Looped.NOT,
-    ) -> int:
-        index = len(self.sites)
-        self.sites.append(
-            Site(
-                index=index,
-                place=place,
-                storage=storage,
-                used=used if storage and self._flow.used(var) else Used.NOWHERE,
-                looped=looped,
-                batch_first=batch_first,
-                passing=passing,
-                owned=tuple(owned),
-                shape=tuple(var.aval.shape),
-                operation=eqn.primitive.name,
-                source=jaxprs.source_line(eqn),
-            )
-        )
-        return index
-
-    def _find(self, jaxpr: jaxprs.Jaxpr, loop: jaxprs.JaxprEqn | None) -> None:
-        """Finds the sites of a jaxpr and of those inside it.
-
-        Args:
-          loop: the loop whose body it is.
-        """
-        if id(jaxpr) in self._results:
-            return
-        flow = self._flow
-        entries: dict[int, int] = {}
-        uses: dict[tuple[int, int], int] = {}
-        results: dict[tuple[int, int], int] = {}
-        self._entries[id(jaxpr)], self._uses[id(jaxpr)] = entries, uses
-        self._results[id(jaxpr)] = results
-        # Values that carry a sharding already: sited ones, what elementwise chains make of them,
-        # and what the caller hands in.
-        settled: set[jaxprs.Var] = set(jaxpr.invars)
-        if loop is not None:
-            self._loops[id(jaxpr)] = loop
-            looped = self._looped(loop)
-            for i, var in enumerate(jaxpr.invars):
-                if _worth(var) and flow.of(var):
-                    entries[i] = self._add(
-                        Place.ENTRY,
-                        var,
-                        flow.storage(var),
-                        loop,
-                        used=Used.INSIDE,
-                        looped=Looped.INSIDE if i in looped else Looped.NOT,
-                    )
-        passing: dict[jaxprs.Var, int] = {}
-        once = id(jaxpr) not in self._again
-        entering: dict[jaxprs.Var, int] = {}
-        before_loops: dict[jaxprs.Var, int] = {}
-        # What lies as parameters do: what is made where they are, and what is made of that alone.
-        at_parameters: set[jaxprs.Var] = set()
-        returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
-        turned = _only_transposed(jaxpr)
-        for e, eqn in enumerate(jaxpr.eqns):
-            name = eqn.primitive.name
-            links = inner_links(eqn)
-            for body, *_ in links:
-                self._find(body, eqn if name in jaxprs.LOOPS else None)
-            for i in self._entering(eqn) if once else ():
-                operand = eqn.invars[i]
-                if operand not in entering:
-                    entering[operand] = self._add(Place.USE, operand, True, eqn, used=Used.ENTERING)
-                uses[e, i] = entering[operand]
-            for i in self._looped(eqn):
-                operand = eqn.invars[i]
-                if operand not in before_loops:
-                    before_loops[operand] = self._add(
-                        Place.USE, operand, False, eqn, looped=Looped.BEFORE
-                    )
-                uses[e, i] = before_loops[operand]
-            mixes = any(not flow.state_only(v) and flow.of(v) for v in eqn.invars)
-            if name in CONTRACTIONS or _enlarges(eqn) or (name == "gather" and mixes):
-                for i, operand in enumerate(eqn.invars):
-                    if name == "gather" and i > 0:
-                        break
-                    if _worth(operand) and flow.state_only(operand):
-                        uses[e, i] = self._add(
-                            Place.USE, operand, not mixes and name in CONTRACTIONS, eqn
-                        )
-            there = self._goes_to_parameters(eqn) or _made_of(at_parameters, eqn)
-            for i, operand in enumerate(eqn.invars if name == "dot_general" else ()):
-                if not _worth(operand) or not flow.of(operand) or flow.state_only(operand):
-                    continue
-                if there == (operand in at_parameters):
-                    continue
-                if operand not in passing:  # what several products use goes to all of them at once
-                    owned = eqn.params["dimension_numbers"][1][i] if there else ()
-                    passing[operand] = self._add(
-                        Place.USE, operand, False, eqn, not there, passing=True, owned=owned
-                    )
-                uses[e, i] = passing[operand]
-            if there:
-                at_parameters.update(eqn.outvars)
-            if links:
-                opens = name in jaxprs.LOOPS
-            elif name in _OPENERS or (
-                name == "transpose" and any(v in turned for v in eqn.invars if _worth(v))
-            ):
-                opens = True
-            elif name in _QUIET:
-                opens = _narrows(eqn) and flow.state_only(eqn.invars[0])
-            else:
-                opens = any(v not in settled for v in eqn.invars if _worth(v))
-                settled.update(eqn.outvars)
-            for o, var in enumerate(eqn.outvars):
-                wanted = opens or (loop is not None and var in returned)
-                if var in turned:
-                    continue  # its site comes after the transpose
-                if wanted and _worth(var) and flow.of(var):
-                    results[e, o] = self._add(
-                        Place.RESULT,
-                        var,
-                        flow.storage(var),
-                        eqn,
-                        batch_first=not there,
-                        used=Used.OUTSIDE if once else Used.INSIDE,
-                    )
-                    settled.add(var)
-            if name == "gather" and (e, 0) in uses and (e, 0) in results:
-                table = uses[e, 0]
-                self.sites[table] = dataclasses.replace(self.sites[table], found=results[e, 0])
-
-    def _entering(self, eqn: jaxprs.JaxprEqn) -> list[int]:
-        """Operands that compute values are made of in an inner jaxpr that does not run once."""
-        links = inner_links(eqn)
-        if eqn.primitive.name not in jaxprs.AGAIN and not any(
-            id(body) in self._again for body, *_ in links
-        ):
-            return []
-        there = {
-            i
-            for body, operands, *_ in links
-            for i, v in zip(operands, body.invars, strict=True)
-            if i is not None and self._flow.used(v)
-        }
-        return [
-            i
-            for i, operand in enumerate(eqn.invars)
-            if _worth(operand) and self._flow.used(operand) and (i in there or not links)
-        ]
-
-    def _looped(self, eqn: jaxprs.JaxprEqn) -> list[int]:
-        """Operands of a loop over arrays that are activations, and no carries, used by products."""
-        if eqn.primitive.name != "scan":
-            return []
-        carried = {i for _, i in jaxprs.scan_carries(eqn)}
-        flow = self._flow
-        found = []
-        for body, *_ in inner_links(eqn):
-            used = into_products(body, [False] * len(body.outvars))
-            for i, v in enumerate(body.invars):
-                activation = flow.of(v) and not flow.state_only(v) and not flow.storage(v)
-                if used[i] and activation and i not in carried and _worth(eqn.invars[i]):
-                    found.append(i)
-        return found
-
-    def _goes_to_parameters(self, eqn: jaxprs.JaxprEqn) -> bool:
-        """Whether a product has a batch dimension in common with a parameter or its gradient.
-
-        So it is with experts: each has a matrix of its own, and whoever has the matrix has to do
-        the work. The products of other matrices can be done where the activation lies.
-        """
-        if eqn.primitive.name != "dot_general":
-            return False
-        _, (batch, _) = eqn.params["dimension_numbers"]
-        flow = self._flow
-        parameters = any(flow.state_only(v) for v in eqn.invars if _worth(v))
-        return bool(batch) and (parameters or any(flow.storage(v) for v in eqn.outvars))
-
-    def constrained(
-        self, sharding_of: Callable[[Site], NamedSharding | None]
-    ) -> jaxprs.ClosedJaxpr:
-        """The step with a constraint at every site for which `sharding_of` gives a sharding.
-
-        A jaxpr that occurs many times is rewritten once, so that it stays one function.
-        """
-        memo: dict[int, jaxprs.Jaxpr] = {}
-        closed_memo: dict[int, jaxprs.ClosedJaxpr] = {}
-
-        def rewrite(jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
-            if id(jaxpr) in memo:
-                return memo[id(jaxpr)]
-            if id(jaxpr) not in self._results:
-                return jaxpr
-            entries, uses = self._entries[id(jaxpr)], self._uses[id(jaxpr)]
-            results = self._results[id(jaxpr)]
-            alias: dict[jaxprs.Var, jaxprs.Var] = {}
-            eqns: list[jaxprs.JaxprEqn] = []
-            pinned: dict[int, jaxprs.Atom] = {}
-
-            def read(v: jaxprs.Atom) -> jaxprs.Atom:
-                return v if isinstance(v, jaxprs.Literal) else alias.get(v, v)
-
-            def pin(index: int, source: jaxprs.Var, like: jaxprs.JaxprEqn) -> jaxprs.Var:
-                site = self.sites[index]
-                sharding = sharding_of(site)
-                if sharding is None:
-                    return source
-                target = jaxprs.fresh(source)
-                eqns.append(jaxprs.constraint_equation(source, target, sharding, site.tag, like))
-                return target
-
-            for i, index in entries.items():
-                alias[jaxpr.invars[i]] = pin(index, jaxpr.invars[i], self._loops[id(jaxpr)])
-            for e, eqn in enumerate(jaxpr.eqns):
-                new = jaxprs.with_inner(eqn, rewrite, closed_memo)
-                invars = [read(v) for v in new.invars]
-                for i in range(len(invars)):
-                    if (e, i) in uses:
-                        index = uses[e, i]
-                        if index not in pinned:
-                            pinned[index] = pin(index, invars[i], eqn)
-                        invars[i] = pinned[index]
-                eqns.append(new.replace(invars=invars))
-                for o, var in enumerate(eqn.outvars):
-                    if (e, o) in results:
-                        alias[var] = pin(results[e, o], var, eqn)
-            out = jaxpr.replace(eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
-            memo[id(jaxpr)] = out
-            return out
-
-        return jaxprs.ClosedJaxpr(rewrite(self._closed.jaxpr), self._closed.consts)
-
-
-def find_sites(closed: jaxprs.ClosedJaxpr, state_count: int, returned: int) -> SiteMap:
-    """Finds the sites of a flat step.
-
-    Args:
-      state_count: the first so many inputs are the state.
-      returned: the first so many outputs are the new state.
-    """
-    return SiteMap(closed, Flow(closed, state_count, returned), state_count)
-
-
-def _find_again(
-    jaxpr: jaxprs.Jaxpr, again: bool, found: set[int], seen: set[tuple[int, bool]]
-) -> None:
-    """Adds to `found` every jaxpr inside that does not run once a step alone."""
-    if (id(jaxpr), again) in seen:
-        return
-    seen.add((id(jaxpr), again))
-    if again:
-        found.add(id(jaxpr))
-    for eqn in jaxpr.eqns:
-        for body, *_ in inner_links(eqn):
-            _find_again(body, again or eqn.primitive.name in jaxprs.AGAIN, found, seen)
-
-
-def _only_transposed(jaxpr: jaxprs.Jaxpr) -> set[jaxprs.Var]:
-    """Results of contractions that nothing but one transpose uses: gradients of matrices.
-
-    A constraint between the two would keep the compiler from making one product of them, and a
-    reduce-scatter along another dimension than the first: libtpu then reduces the whole.
-    """
-    made = {v for eqn in jaxpr.eqns if eqn.primitive.name in CONTRACTIONS for v in eqn.outvars}
-    uses: dict[jaxprs.Var, list[str]] = {v: [] for v in made}
-    for eqn in jaxpr.eqns:
-        for v in eqn.invars:
-            if not isinstance(v, jaxprs.Literal) and v in uses:
-                uses[v].append(eqn.primitive.name)
-    for v in jaxpr.outvars:
-        if not isinstance(v, jaxprs.Literal) and v in uses:
-            uses[v].append("returned")
-    return {v for v, names in uses.items() if names == ["transpose"]}
-
-
-def _made_of(values: set[jaxprs.Var], eqn: jaxprs.JaxprEqn) -> bool:
-    """Whether an operation, no product and no loop, has arrays of these alone as operands."""
-    arrays = [v for v in eqn.invars if _worth(v)]
-    alone = bool(arrays) and values.issuperset(arrays)
-    return alone and eqn.primitive.name not in CONTRACTIONS | jaxprs.LOOPS
-
-
-def _worth(var: jaxprs.Atom) -> bool:
-    """Only arrays of more than one element, of ordinary dtypes, are worth a site."""
-    if isinstance(var, jaxprs.Literal):
-        return False
-    shape = getattr(var.aval, "shape", ())
-    return bool(shape) and math.prod(shape) > 1 and not str(var.aval.dtype).startswith("key<")
-
-
-def _narrows(eqn: jaxprs.JaxprEqn) -> bool:
-    """A cast to fewer bytes, as of parameters to the type that is computed in.
-
-    Of a parameter it is done where the parameter is stored: with a constraint on what uses it
-    alone, XLA gathers the wide array and then casts (docs/decisions/0012).
-    """
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    wide, narrow = (getattr(v.aval, "dtype", None) for v in (eqn.invars[0], eqn.outvars[0]))
-    return wide is not None and narrow is not None and bool(narrow.itemsize < wide.itemsize)
-
-
-def _enlarges(eqn: jaxprs.JaxprEqn) -> bool:
-    """A broadcast of an array: a parameter that meets an activation elementwise."""
-    if eqn.primitive.name != "broadcast_in_dim":
-        return False
-    operand: jaxprs.Atom = eqn.invars[0]
-    result: jaxprs.Atom = eqn.outvars[0]
-    return math.prod(result.aval.shape) > math.prod(operand.aval.shape)
+    step: jaxprs.ClosedJaxpr
+    sites: list[Site]
+    sited: dict[int, Sited]
+    used_leaves: frozenset[int]

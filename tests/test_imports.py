@@ -22,7 +22,19 @@ LAYERS = (
         "vectorization",
     },
     {"program", "target", "journal", "hlo"},
-    {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips", "transposes"}
+    {
+        "flow",
+        "sites",
+        "siting",
+        "rewrite",
+        "axes",
+        "operations",
+        "fusion",
+        "kernels",
+        "buffers",
+        "trips",
+        "transposes",
+    }
     | {
         "analysis",
         "small",

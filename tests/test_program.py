@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard import sites
+from autoshard import siting
 from autoshard.compat import jaxprs
 from autoshard.errors import WorkloadError
 from autoshard.program import sample_batch, trace, trace_function
@@ -160,7 +160,7 @@ def test_where_sites_go_changes_no_digest(program, monkeypatch):
     """Plans of another version of autoshard, which puts constraints elsewhere, stay valid."""
     target = find_target(jax.devices())
     here = make_subject(program, target, "free", None).analysis
-    monkeypatch.setattr(sites, "_only_transposed", lambda jaxpr: set())
+    monkeypatch.setattr(siting, "_only_transposed", lambda jaxpr: set())
     there = make_subject(program, target, "free", None).analysis
     assert [s.operation for s in here.sites.sites] != [s.operation for s in there.sites.sites]
     assert here.digest == there.digest

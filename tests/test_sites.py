@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from autoshard import hlo, lowering
+from autoshard import hlo, lowering, rewrite
 from autoshard.compat import jaxprs, stablehlo
 from autoshard.driver import Subject
 from autoshard.sites import Place, Site, site_of_location
@@ -22,7 +22,7 @@ from tests.programs import BATCH, EMBED, LAYERS, MLP, SEQUENCE
 
 def constrained(of: Subject) -> jaxprs.ClosedJaxpr:
     """The step with an open constraint at every site."""
-    return of.analysis.sites.constrained(lambda s: jaxprs.open_sharding(len(s.shape)))
+    return rewrite.constrained(of.analysis.sites, lambda s: jaxprs.open_sharding(len(s.shape)))
 
 
 def constraints(closed: jaxprs.ClosedJaxpr) -> list[jaxprs.JaxprEqn]:
@@ -108,7 +108,7 @@ def test_the_rewritten_step_keeps_the_user_s_source_lines() -> None:
 
 
 def test_closing_no_site_leaves_the_step_as_it_was() -> None:
-    closed = subject("scanned_gpt").analysis.sites.constrained(lambda site: None)
+    closed = rewrite.constrained(subject("scanned_gpt").analysis.sites, lambda site: None)
     assert not constraints(closed)
     assert str(closed) == str(subject("scanned_gpt").analysis.program.step)
 
