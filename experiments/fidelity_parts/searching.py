@@ -9,7 +9,7 @@ import jax
 
 import autoshard
 from autoshard.plan import Plan
-from autoshard.trial import Failure, Measurement
+from autoshard.trial import Failure, Measurement, Trial
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, write
 
 
@@ -88,12 +88,21 @@ def _in_words(failure: Failure) -> str:
 
 
 def slim(plan: Plan) -> Plan:
-    """The same plan with the trials of its ranking alone: small enough to be kept for good."""
+    """The same plan as it is kept for good: small, and without what stays on this machine.
+
+    It has the trials of its ranking alone, and their traces' folders are not named.
+    """
     evidence = plan.evidence
     found = copy.copy(plan)
     found.evidence = dataclasses.replace(
         evidence,
-        trials=tuple(evidence.trials[i] for i in evidence.ranking),
+        trials=tuple(_without_trace(evidence.trials[i]) for i in evidence.ranking),
         ranking=tuple(range(len(evidence.ranking))),
     )
     return found
+
+
+def _without_trace(trial: Trial) -> Trial:
+    if not isinstance(trial.profiled, Measurement):
+        return trial
+    return dataclasses.replace(trial, profiled=dataclasses.replace(trial.profiled, trace=""))

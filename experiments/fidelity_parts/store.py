@@ -92,9 +92,13 @@ def read(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def write(path: pathlib.Path, data: dict[str, Any]) -> None:
-    """Writes JSON, whole or not at all; lists of numbers stand on one line."""
+    """Writes JSON, whole or not at all; lists of numbers stand on one line.
+
+    Paths in it that lie below the working directory become relative: others read them elsewhere.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(data, indent=1, allow_nan=False)
+    here = json.dumps(f"{pathlib.Path.cwd()}{os.sep}")[1:-1]
+    text = json.dumps(data, indent=1, allow_nan=False).replace(here, "")
     text = _NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:

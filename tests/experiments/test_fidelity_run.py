@@ -17,7 +17,7 @@ from autoshard.cost import MODEL_REVISION, Constants
 from autoshard.journal import Journal
 from autoshard.pricing import cost_model
 from autoshard.target import Target
-from autoshard.trial import Stage
+from autoshard.trial import Measurement, Stage
 from experiments import pairs
 from experiments.fidelity_parts import (
     measuring,
@@ -111,6 +111,27 @@ def test_results_are_written_whole_and_lists_of_numbers_on_one_line(kept: Store)
         store.write(path, {"time_s": float("nan")})
     assert store.read(path) == data  # the old file stands
     assert [p.name for p in kept.results.iterdir()] == ["x.json"]
+
+
+def test_a_result_names_no_folder_above_the_working_directory(
+    kept: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(kept.results.parent)
+    path, log = kept.results / "x.json", kept.runs / "workers" / "a.stderr"
+    store.write(path, {"message": f"died; its last output, from {log}:"})
+    relative = str(pathlib.Path("runs") / "workers" / "a.stderr")
+    assert store.read(path) == {"message": f"died; its last output, from {relative}:"}
+
+
+def test_a_plan_that_is_kept_names_no_traces(searched: Any) -> None:
+    def traces(plan: Any) -> list[str]:
+        profiled = [plan.evidence.trials[i].profiled for i in plan.evidence.ranking]
+        return [p.trace for p in profiled if isinstance(p, Measurement)]
+
+    assert any(traces(searched.plan))
+    kept = searching.slim(searched.plan)
+    assert traces(kept) and not any(traces(kept))
+    assert kept.candidate == searched.plan.candidate
 
 
 @pytest.fixture
