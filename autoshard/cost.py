@@ -29,10 +29,10 @@ from autoshard.trial import Collective
 MODEL_REVISION = 36
 """Part of every journal key.
 
-Raise it when estimates change by a change here, to `network`, `precision`, `siting`, `specs`,
-`operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`, `cache_lines`, `convolutions`,
-`vectorization` or `rungs` (propagate, sending, own_sends), to what `compat` reads of a module or
-tells the partitioner, or to which constraints `constraints.told` keeps.
+Raise it when estimates change by a change here, to `network`, `precision`, `siting`, `rewrite`,
+`specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`, `cache_lines`,
+`convolutions`, `vectorization` or `rungs` (propagate, sending, own_sends), to what `compat` reads
+of a module or tells the partitioner, or to which constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")

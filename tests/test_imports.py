@@ -22,20 +22,10 @@ LAYERS = (
         "vectorization",
     },
     {"program", "target", "journal", "hlo"},
-    {
-        "flow",
-        "sites",
+    {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips", "transposes"}
+    | {
         "siting",
         "rewrite",
-        "axes",
-        "operations",
-        "fusion",
-        "kernels",
-        "buffers",
-        "trips",
-        "transposes",
-    }
-    | {
         "analysis",
         "small",
         "specs",

@@ -2,7 +2,7 @@
 
 The body stands in the custom call as MLIR bytecode. A grid or a loop of unknown length, which
 dynamic shapes bring, makes the count unknown; of a condition, such as one that skips masked blocks,
-the larger side counts, so that causal attention counts as full.
+the larger side counts, as if no block were masked.
 """
 
 import base64
