@@ -90,6 +90,31 @@ def find_sites(closed: jaxprs.ClosedJaxpr, state_count: int, returned: int) -> S
     )
 
 
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    """What is known of one jaxpr on the way through its equations.
+
+    Attributes:
+      once: whether it runs once a step.
+      turned: results of which nothing but a transpose is used; see `_only_transposed`.
+      kept: what the body of a loop returns.
+      settled: values that carry a sharding already: sited ones, what elementwise chains make of
+        them, and what the caller hands in.
+      at_parameters: what lies as parameters do: what is made where they are, and what is made of
+        that alone.
+      entering, before_loops, passing: the site of a value for all equations that use it so.
+    """
+
+    once: bool
+    turned: set[jaxprs.Var]
+    kept: set[jaxprs.Var]
+    settled: set[jaxprs.Var]
+    at_parameters: set[jaxprs.Var] = dataclasses.field(default_factory=set)
+    entering: dict[jaxprs.Var, int] = dataclasses.field(default_factory=dict)
+    before_loops: dict[jaxprs.Var, int] = dataclasses.field(default_factory=dict)
+    passing: dict[jaxprs.Var, int] = dataclasses.field(default_factory=dict)
+
+
 class _Finder:
     """Finds the sites of a step and of the jaxprs inside it, each of these once."""
 
@@ -139,100 +164,126 @@ class _Finder:
         """
         if id(jaxpr) in self.sited:
             return
-        flow = self._flow
         sited = self.sited[id(jaxpr)] = Sited(loop)
-        entries, uses, results = sited.entries, sited.uses, sited.results
-        # Values that carry a sharding already: sited ones, what elementwise chains make of them,
-        # and what the caller hands in.
-        settled: set[jaxprs.Var] = set(jaxpr.invars)
         if loop is not None:
-            looped = self._looped(loop)
-            for i, var in enumerate(jaxpr.invars):
-                if _worth(var) and flow.of(var):
-                    entries[i] = self._add(
-                        Place.ENTRY,
-                        var,
-                        flow.storage(var),
-                        loop,
-                        used=Used.INSIDE,
-                        looped=Looped.INSIDE if i in looped else Looped.NOT,
-                    )
-        passing: dict[jaxprs.Var, int] = {}
-        once = id(jaxpr) not in self._again
-        entering: dict[jaxprs.Var, int] = {}
-        before_loops: dict[jaxprs.Var, int] = {}
-        # What lies as parameters do: what is made where they are, and what is made of that alone.
-        at_parameters: set[jaxprs.Var] = set()
-        returned = {v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal)}
-        turned = _only_transposed(jaxpr)
+            sited.entries.update(self._at_entry(jaxpr, loop))
+        seen = _Seen(
+            once=id(jaxpr) not in self._again,
+            turned=_only_transposed(jaxpr),
+            kept=set() if loop is None else {v for v in jaxpr.outvars if _worth(v)},
+            settled=set(jaxpr.invars),
+        )
         for e, eqn in enumerate(jaxpr.eqns):
-            name = eqn.primitive.name
-            links = inner_links(eqn)
-            for body, *_ in links:
-                self._find(body, eqn if name in jaxprs.LOOPS else None)
-            for i in self._entering(eqn) if once else ():
-                operand = eqn.invars[i]
-                if operand not in entering:
-                    entering[operand] = self._add(Place.USE, operand, True, eqn, used=Used.ENTERING)
-                uses[e, i] = entering[operand]
-            for i in self._looped(eqn):
-                operand = eqn.invars[i]
-                if operand not in before_loops:
-                    before_loops[operand] = self._add(
-                        Place.USE, operand, False, eqn, looped=Looped.BEFORE
-                    )
-                uses[e, i] = before_loops[operand]
-            mixes = any(not flow.state_only(v) and flow.of(v) for v in eqn.invars)
-            if name in CONTRACTIONS or _enlarges(eqn) or (name == "gather" and mixes):
-                for i, operand in enumerate(eqn.invars):
-                    if name == "gather" and i > 0:
-                        break
-                    if _worth(operand) and flow.state_only(operand):
-                        uses[e, i] = self._add(
-                            Place.USE, operand, not mixes and name in CONTRACTIONS, eqn
-                        )
-            there = self._goes_to_parameters(eqn) or _made_of(at_parameters, eqn)
-            for i, operand in enumerate(eqn.invars if name == "dot_general" else ()):
-                if not _worth(operand) or not flow.of(operand) or flow.state_only(operand):
-                    continue
-                if there == (operand in at_parameters):
-                    continue
-                if operand not in passing:  # what several products use goes to all of them at once
-                    owned = eqn.params["dimension_numbers"][1][i] if there else ()
-                    passing[operand] = self._add(
-                        Place.USE, operand, False, eqn, not there, passing=True, owned=owned
-                    )
-                uses[e, i] = passing[operand]
+            for body, *_ in inner_links(eqn):
+                self._find(body, eqn if eqn.primitive.name in jaxprs.LOOPS else None)
+            there = self._goes_to_parameters(eqn) or _made_of(seen.at_parameters, eqn)
+            uses = self._into_inner(eqn, seen) | self._of_state(eqn)
+            uses |= self._between_products(eqn, there, seen)
             if there:
-                at_parameters.update(eqn.outvars)
-            if links:
-                opens = name in jaxprs.LOOPS
-            elif name in _OPENERS or (
-                name == "transpose" and any(v in turned for v in eqn.invars if _worth(v))
-            ):
-                opens = True
-            elif name in _QUIET:
-                opens = _narrows(eqn) and flow.state_only(eqn.invars[0])
-            else:
-                opens = any(v not in settled for v in eqn.invars if _worth(v))
-                settled.update(eqn.outvars)
-            for o, var in enumerate(eqn.outvars):
-                wanted = opens or (loop is not None and var in returned)
-                if var in turned:
-                    continue  # its site comes after the transpose
-                if wanted and _worth(var) and flow.of(var):
-                    results[e, o] = self._add(
-                        Place.RESULT,
-                        var,
-                        flow.storage(var),
-                        eqn,
-                        batch_first=not there,
-                        used=Used.OUTSIDE if once else Used.INSIDE,
-                    )
-                    settled.add(var)
-            if name == "gather" and (e, 0) in uses and (e, 0) in results:
-                table = uses[e, 0]
-                self.sites[table] = dataclasses.replace(self.sites[table], found=results[e, 0])
+                seen.at_parameters.update(eqn.outvars)
+            results = self._at_results(eqn, there, seen)
+            if eqn.primitive.name == "gather" and 0 in uses and 0 in results:
+                table = self.sites[uses[0]]
+                self.sites[uses[0]] = dataclasses.replace(table, found=results[0])
+            sited.uses.update({(e, i): site for i, site in uses.items()})
+            sited.results.update({(e, o): site for o, site in results.items()})
+
+    def _at_entry(self, jaxpr: jaxprs.Jaxpr, loop: jaxprs.JaxprEqn) -> dict[int, int]:
+        """Sites on what a loop's body is entered with, by position."""
+        looped = self._looped(loop)
+        return {
+            i: self._add(
+                Place.ENTRY,
+                var,
+                self._flow.storage(var),
+                loop,
+                used=Used.INSIDE,
+                looped=Looped.INSIDE if i in looped else Looped.NOT,
+            )
+            for i, var in enumerate(jaxpr.invars)
+            if _worth(var) and self._flow.of(var)
+        }
+
+    def _into_inner(self, eqn: jaxprs.JaxprEqn, seen: _Seen) -> dict[int, int]:
+        """Sites on the way into a loop, or into what is computed again, by operand."""
+        uses: dict[int, int] = {}
+        for i in self._entering(eqn) if seen.once else ():
+            operand = eqn.invars[i]
+            if operand not in seen.entering:
+                seen.entering[operand] = self._add(
+                    Place.USE, operand, True, eqn, used=Used.ENTERING
+                )
+            uses[i] = seen.entering[operand]
+        for i in self._looped(eqn):
+            operand = eqn.invars[i]
+            if operand not in seen.before_loops:
+                seen.before_loops[operand] = self._add(
+                    Place.USE, operand, False, eqn, looped=Looped.BEFORE
+                )
+            uses[i] = seen.before_loops[operand]
+        return uses
+
+    def _of_state(self, eqn: jaxprs.JaxprEqn) -> dict[int, int]:
+        """Sites between parameters and the product, lookup or broadcast that uses them."""
+        name, flow = eqn.primitive.name, self._flow
+        mixes = any(not flow.state_only(v) and flow.of(v) for v in eqn.invars)
+        if not (name in CONTRACTIONS or _enlarges(eqn) or (name == "gather" and mixes)):
+            return {}
+        return {
+            i: self._add(Place.USE, operand, not mixes and name in CONTRACTIONS, eqn)
+            for i, operand in enumerate(eqn.invars[:1] if name == "gather" else eqn.invars)
+            if _worth(operand) and flow.state_only(operand)
+        }
+
+    def _between_products(self, eqn: jaxprs.JaxprEqn, there: bool, seen: _Seen) -> dict[int, int]:
+        """Sites on activations that come to where parameters lie for a product, or from there."""
+        uses: dict[int, int] = {}
+        for i, operand in enumerate(eqn.invars if eqn.primitive.name == "dot_general" else ()):
+            activation = self._flow.of(operand) and not self._flow.state_only(operand)
+            if not (_worth(operand) and activation) or there == (operand in seen.at_parameters):
+                continue
+            if operand not in seen.passing:  # what several products use goes to all of them at once
+                owned = eqn.params["dimension_numbers"][1][i] if there else ()
+                seen.passing[operand] = self._add(
+                    Place.USE, operand, False, eqn, not there, passing=True, owned=owned
+                )
+            uses[i] = seen.passing[operand]
+        return uses
+
+    def _at_results(self, eqn: jaxprs.JaxprEqn, there: bool, seen: _Seen) -> dict[int, int]:
+        """Sites on what an equation computes, by result."""
+        opens = self._opens(eqn, seen)
+        results: dict[int, int] = {}
+        for o, var in enumerate(eqn.outvars):
+            if var in seen.turned:
+                continue  # its site comes after the transpose
+            if (opens or var in seen.kept) and _worth(var) and self._flow.of(var):
+                results[o] = self._add(
+                    Place.RESULT,
+                    var,
+                    self._flow.storage(var),
+                    eqn,
+                    batch_first=not there,
+                    used=Used.OUTSIDE if seen.once else Used.INSIDE,
+                )
+                seen.settled.add(var)
+        return results
+
+    def _opens(self, eqn: jaxprs.JaxprEqn, seen: _Seen) -> bool:
+        """Whether the partitioner may shard an equation's results as its operands do not say.
+
+        An elementwise equation hands on what its operands have: its results are settled after it.
+        """
+        name, arrays = eqn.primitive.name, [v for v in eqn.invars if _worth(v)]
+        if inner_links(eqn):
+            return name in jaxprs.LOOPS
+        if name in _OPENERS or (name == "transpose" and not seen.turned.isdisjoint(arrays)):
+            return True
+        if name in _QUIET:
+            return _narrows(eqn) and self._flow.state_only(eqn.invars[0])
+        opens = not seen.settled.issuperset(arrays)
+        seen.settled.update(eqn.outvars)
+        return opens
 
     def _entering(self, eqn: jaxprs.JaxprEqn) -> list[int]:
         """Operands that compute values are made of in an inner jaxpr that does not run once."""
