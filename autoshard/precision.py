@@ -54,6 +54,23 @@ def multiplied_as(dtype: str, precisions: Iterable[str], algorithm: str = "") ->
     return next((name for name in (HIGHEST, HIGH) if name in asked), dtype)
 
 
+def cut_to(multiplied: str, platform: str) -> str:
+    """The type to which a product cuts operands of f32, "" where it keeps (nearly) all of them.
+
+    Args:
+      multiplied: as `multiplied_as` names it.
+      platform: "cpu", "cuda", "rocm" or "tpu".
+
+    >>> cut_to("f32", "cuda"), cut_to("f32", "tpu"), cut_to("f32", "cpu"), cut_to("bf16_x3", "tpu")
+    ('tf32', 'bf16', '', '')
+    """
+    if multiplied in ("bf16", "f16"):
+        return multiplied
+    if platform == "cuda":
+        return "tf32" if multiplied in ("f32", HIGH) else ""
+    return "bf16" if (multiplied, platform) == ("f32", "tpu") else ""
+
+
 def precise_rates(platform: str, f32: float, elements: float) -> dict[str, float]:
     """Operations a second of products of f32 that are more precise than the default.
 

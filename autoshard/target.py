@@ -14,6 +14,7 @@ from autoshard.compat.compilers import require_compiler
 from autoshard.compat.device_order import device_order
 from autoshard.compat.deviceless import Hardware
 from autoshard.compat.jaxprs import abstract_mesh
+from autoshard.compat.platforms import lowering_platform
 from autoshard.errors import TargetError
 from autoshard.topology import Position, Topology, parse_topology
 
@@ -54,7 +55,7 @@ class Target:
     @property
     def lowering_platform(self) -> str:
         """The platform as lowering and compilers name it: "cpu", "cuda", "rocm" or "tpu"."""
-        return self.topology.chip.platform if self.topology else self.devices[0].client.platform
+        return self.topology.chip.platform if self.topology else lowering_platform(self.devices[0])
 
     @property
     def uneven(self) -> bool:

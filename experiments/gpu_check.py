@@ -3,7 +3,7 @@
 Question: the step time that rung 2 predicts without the device, over the time measured on it, for
   programs of one GPU; and how far the catalogue's figures are from what the device does.
 Command: scripts/gpu_check   (on a machine with an NVIDIA GPU of the catalogue)
-Cost: about five minutes.
+Cost: half a minute to a minute for each of eleven programs, most of it compiling.
 Expected: predicted / measured between 0.5 and 1.2 for each program (a roofline at nominal peaks
   knows nothing of what kernels lose); the catalogue's rates above what is measured.
 
@@ -36,16 +36,34 @@ from autoshard.report.words import mebibytes, seconds
 from autoshard.target import find_target
 from autoshard.trial import Estimate, Measurement
 from experiments import sizes, tasks
+from experiments.kept_compiles import KeptCompiles
+from experiments.zoo.cases import of_size
+from experiments.zoo.published import PUBLISHED
 
 _RUN = flags.DEFINE_string("run", "runs/gpu_check", "Run folder.")
+_PROGRAMS = flags.DEFINE_list("programs", [], "Which programs; default all.")
 _OUT = flags.DEFINE_string("out", "results/gpu_check", "Folder of the figures.")
 
 _DECODERS: dict[str, dict[str, Any]] = {
     # Widths at which a single GPU has work; the shapes are otherwise those of scripts/tune.
-    "decoder d=1024": {"d_model": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "layers": 8},
-    "decoder d=2048": {"d_model": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "layers": 8},
+    "decoder d=1024": {"batch": 16, "d_model": 1024, "heads": 16, "head_dim": 64},
+    "decoder d=2048": {"batch": 8, "d_model": 2048, "heads": 16, "head_dim": 128},
 }
-_BATCH, _SEQUENCE = 16, 1024
+_LAYERS, _KV_HEADS, _SEQUENCE = 8, 8, 1024
+
+_PUBLISHED = {
+    # Configurations as published, and their batch or what one GPU takes of it.
+    "mlp": 512,
+    "recurrent": 20,
+    "graph_network": 128,
+    "recommender": 128,
+    "resnet50": 256,
+    "unet": 128,
+    "vit": 128,
+    "clip": 256,
+    "encoder_decoder": 32,
+}
+_ROUNDS = 20
 
 
 def main(argv: list[str]) -> None:
@@ -60,29 +78,12 @@ def main(argv: list[str]) -> None:
     run.mkdir(parents=True, exist_ok=True)
     measured = measured_rates(calibrated(find_target([device]), run))
     (run / "hardware.toml").write_text(corrected(chip, measured), encoding="utf-8")
-    rows: list[dict[str, Any]] = []
-    for name, model_fn in programs().items():
-        for hardware, source in ((None, "catalogue"), (run / "hardware.toml", "measured rates")):
-            there = autoshard.search(
-                model_fn,
-                f"{chip.name}:1x1",
-                budget=autoshard.Budget(candidates=4, compiles=1),
-                hardware=hardware,
-            )
-            here = None
-            if hardware is None:
-                here = autoshard.search(
-                    model_fn,
-                    [device],
-                    budget=autoshard.Budget(candidates=4, compiles=1, profiles=1, rounds=20),
-                    calibration=run,
-                )
-            rows.append(_row(name, source, there, here or rows[-1]))
-    figures = {
+    figures: dict[str, Any] = {
         "device": device.device_kind,
         "chip": chip.name,
         "rates": {k: {"measured": v, "catalogue": _listed(chip, k)} for k, v in measured.items()},
-        "programs": rows,
+        "programs": [],
+        "failed": {},
         "compiler": compiler_version("cuda"),
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -91,14 +92,52 @@ def main(argv: list[str]) -> None:
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{chip.name}.json"
-    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    console.print(_table(rows))
+    chosen = programs()
+    for name in _PROGRAMS.value or chosen:
+        begin = time.perf_counter()
+        try:
+            figures["programs"] += compared(name, chosen[name], device, chip, run)
+        except autoshard.NoPlanError as error:
+            figures["failed"][name] = str(error)
+            console.print(f"{name}: {error}", markup=False)
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        console.print(f"{name}: {time.perf_counter() - begin:.0f} s")
+    console.print(_table(figures["programs"]))
     for name, value in measured.items():
         listed = _listed(chip, name)
         console.print(
             f"{name}: measured {value:.3g}, catalogue {listed:.3g} ({value / listed:.2f})"
         )
     console.print(f"Figures in {path}; the corrected catalogue entry in {run / 'hardware.toml'}.")
+
+
+def compared(
+    name: str,
+    model_fn: Callable[..., autoshard.Workload],
+    device: jax.Device,
+    chip: Chip,
+    run: pathlib.Path,
+) -> list[dict[str, Any]]:
+    """A program's rows: as predicted by the catalogue's figures, and by measured rates.
+
+    Raises:
+      NoPlanError: it does not fit, or a compiler refuses it.
+    """
+    budget = autoshard.Budget(candidates=4, compiles=1)
+    predicted = {}
+    with KeptCompiles(run / "compiles") as compiles:
+        for source, hardware in (("catalogue", None), ("measured rates", run / "hardware.toml")):
+            predicted[source] = autoshard.search(
+                model_fn, f"{chip.name}:1x1", budget=budget, hardware=hardware, executor=compiles
+            )
+    here = autoshard.search(
+        model_fn,
+        [device],
+        budget=dataclasses.replace(budget, profiles=1, rounds=_ROUNDS),
+        calibration=run,
+        journal=run / name.replace(" ", "-") / "journal.jsonl",
+    )
+    return [_row(name, source, there, here) for source, there in predicted.items()]
 
 
 def chip_of(device_kind: str) -> Chip:
@@ -116,13 +155,20 @@ def chip_of(device_kind: str) -> Chip:
 def programs() -> dict[str, Callable[..., autoshard.Workload]]:
     """Train steps of one device: name -> model_fn."""
     found: dict[str, Callable[..., autoshard.Workload]] = {}
-    for name, widths in _DECODERS.items():
+    for name, shape in _DECODERS.items():
+        widths = {field: n for field, n in shape.items() if field != "batch"}
         model = dataclasses.replace(
-            sizes.DECODER.model, **widths, mlp_dim=4 * widths["d_model"], sequence=_SEQUENCE
+            sizes.DECODER.model,
+            **widths,
+            kv_heads=_KV_HEADS,
+            mlp_dim=4 * widths["d_model"],
+            layers=_LAYERS,
+            sequence=_SEQUENCE,
         )
-        size = dataclasses.replace(sizes.DECODER, model=model, batch_size=_BATCH)
+        size = dataclasses.replace(sizes.DECODER, model=model, batch_size=shape["batch"])
         found[name] = tasks.decoder_task(size).model_fn
-    found["mlp"] = tasks.mlp_task(sizes.MLP).model_fn
+    for name, batch in _PUBLISHED.items():
+        found[name] = of_size(name, PUBLISHED[name].config, batch).workload
     return found
 
 
@@ -167,29 +213,25 @@ def _listed(chip: Chip, name: str) -> float:
     }[name].value
 
 
-def _row(
-    name: str, source: str, there: autoshard.Plan, here: autoshard.Plan | dict[str, Any]
-) -> dict[str, Any]:
+def _row(name: str, source: str, there: autoshard.Plan, here: autoshard.Plan) -> dict[str, Any]:
     assert there.trial is not None and isinstance(there.trial.compiled, Estimate)
-    predicted = there.trial.compiled
-    if isinstance(here, dict):  # measured already
-        seen = {k: here[k] for k in ("measured_s", "samples_s", "peak_bytes_here")}
-    else:
-        assert here.trial is not None and isinstance(here.trial.profiled, Measurement)
-        assert isinstance(here.trial.compiled, Estimate)
-        samples = here.trial.profiled.samples_s
-        seen = {
-            "measured_s": statistics.median(samples),
-            "samples_s": list(samples),
-            "peak_bytes_here": here.trial.compiled.peak_memory_bytes,
-        }
+    assert here.trial is not None and isinstance(here.trial.profiled, Measurement)
+    assert isinstance(here.trial.compiled, Estimate)
+    predicted, compiled, seen = there.trial.compiled, here.trial.compiled, here.trial.profiled
+    measured_s = statistics.median(seen.samples_s)
     return {
         "program": name,
         "rates": source,
         "predicted_s": predicted.time_s,
-        "ratio": predicted.time_s / seen["measured_s"],
+        "predicted_here_s": compiled.time_s,  # of what the live compiler made, by measured rates
+        "measured_s": measured_s,
+        "ratio": predicted.time_s / measured_s,
+        "samples_s": list(seen.samples_s),
+        "computing_s": seen.devices[0].compute_s if seen.devices else None,
         "peak_bytes": predicted.peak_memory_bytes,
-        **seen,
+        "peak_bytes_here": compiled.peak_memory_bytes,
+        "unmodelled": list(predicted.unmodelled),
+        "elapsed_s": here.evidence.elapsed_s,
     }
 
 

@@ -19,6 +19,8 @@ from autoshard.strategy import baselines
 from autoshard.target import find_target
 from autoshard.topology import Topology
 from autoshard.trial import Estimate, Failure, Kind
+from experiments.zoo.cases import of_size
+from models.vit import VIT_B16
 from tests import analysed, workloads
 from tests.hardware import gpu, needs, tpu
 
@@ -209,3 +211,14 @@ def test_no_advice_goes_beyond_the_memory_that_hardware_has() -> None:
     ]
     assert _more_memory(20_000_000_000, limit, there) == []
     assert _more_memory(20_000_000_000, limit, here) == ["memory_bytes of at least 21052631580"]
+
+
+@pytest.mark.deviceless
+def test_products_that_triton_has_no_tiling_for_are_left_to_the_library() -> None:
+    """Of 197 tokens an image: with jax 0.10.2 and 0.11.2 the compiler refuses such a step."""
+    needs("cuda")
+    size = dataclasses.replace(VIT_B16, layers=2, d_model=192, mlp_dim=384)
+    model_fn = of_size("vit", size, 8).workload
+    budget = autoshard.Budget(candidates=4, compiles=1)
+    plan = autoshard.search(model_fn, "h100:1x1", budget=budget)
+    assert plan.trial is not None and isinstance(plan.trial.compiled, Estimate)

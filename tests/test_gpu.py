@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.calibrate import calibrate, chip_of_kind
+from autoshard.calibrate import chip_of_kind
+from autoshard.calibrations import calibrated
 from autoshard.target import find_target
 from autoshard.trial import Measurement
 from tests import workloads
@@ -23,12 +24,19 @@ def gpus() -> list[jax.Device]:
         pytest.skip(f"JAX finds no GPU: {error}")
 
 
-def test_a_search_measures_on_the_gpu_and_the_plan_runs(gpus, tmp_path) -> None:
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder for the calibration, which is made once for all tests here."""
+    return tmp_path_factory.mktemp("calibration")
+
+
+def test_a_search_measures_on_the_gpu_and_the_plan_runs(gpus, kept, tmp_path) -> None:
     plan = autoshard.search(
         workloads.mlp,
         gpus[:1],
         budget=autoshard.Budget(candidates=4, compiles=1, profiles=1, rounds=5),
         journal=tmp_path / "journal.jsonl",
+        calibration=kept,
     )
     measured = plan.trial.profiled
     assert isinstance(measured, Measurement) and measured.numerics == "exact"
@@ -41,11 +49,11 @@ def test_a_search_measures_on_the_gpu_and_the_plan_runs(gpus, tmp_path) -> None:
     assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]
 
 
-def test_calibration_finds_rates_a_gpu_may_have(gpus) -> None:
+def test_calibration_finds_rates_a_gpu_may_have(gpus, kept) -> None:
     chip = chip_of_kind(gpus[0].device_kind)
     if chip is None:
         pytest.skip(f"{gpus[0].device_kind} is not in the catalogue: nothing to compare with")
-    constants = calibrate(find_target(gpus[:1]))
+    constants = calibrated(find_target(gpus[:1]), kept)
     rates = dict(constants.contract_by_dtype)
     assert constants.contract_flops_per_s == rates["f32"]
     for dtype in ("bf16", "f32"):

@@ -9,7 +9,7 @@ Everything here is physical: PRNG keys are their uint32 words, and nothing is re
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.interpreters.mlir as jax_mlir
@@ -19,9 +19,17 @@ from jaxlib import lapack, xla_client
 from jaxlib.mlir import ir
 
 from autoshard.module import ArraySpec, Module
+from autoshard.precision import cut_to, multiplied_as
 
 _FLOAT_TYPE = re.compile(r"(?<=[<x])(f64|f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)[>,]")
 _LAPACK = b"lapack_"
+_PRODUCT = re.compile(
+    r"stablehlo\.(?:dot|dot_general|convolution)\b.*: \(tensor<(?:\d+x)*(?P<dtype>\w+)>"
+)
+_PRECISION = re.compile(r"precision(?:_config)? = \[([^\]]*)\]")
+_ALGORITHM = re.compile(
+    r"lhs_precision_type = (?P<cut>\w+),.*?num_primitive_operations = (?P<passes>\d+)"
+)
 _CALLBACK = re.compile(rb"python_(?:cpu|gpu)_callback")
 
 
@@ -245,11 +253,33 @@ def memory_use(executable: object) -> MemoryUse:
 
 
 def float_types(module: Module) -> frozenset[str]:
-    """The floating-point types (MLIR names: f32, bf16, ...) of the values in the program."""
+    """The floating-point types (MLIR names: f32, bf16, ...) that the program computes in.
+
+    Those of its values, and those that its products cut f32 to on its platform: tf32, bf16.
+    """
     with jax_mlir.make_ir_context() as context:
         parsed = ir.Module.parse(module.stablehlo, context)
         text = str(parsed.operation.get_asm(large_elements_limit=8))
-    return frozenset(_FLOAT_TYPE.findall(text))
+    cut = {
+        cut_to(multiplied_as("f32", precisions, algorithm), module.platform)
+        for precisions, algorithm in _products_of_f32(text)
+    }
+    return frozenset(_FLOAT_TYPE.findall(text)) | (cut - {""})
+
+
+def _products_of_f32(text: str) -> Iterator[tuple[list[str], str]]:
+    """(precision of each operand, dot algorithm or "") of each product or convolution of f32."""
+    for line in text.splitlines():
+        if (product := _PRODUCT.search(line)) is None or product["dtype"] != "f32":
+            continue
+        precisions = _PRECISION.search(line)
+        asked = re.findall(r"[A-Z]+", precisions[1]) if precisions else []
+        named = _ALGORITHM.search(line)
+        if named is None:
+            yield asked, ""
+        else:
+            passes = "" if named["passes"] == "1" else f"_x{named['passes']}"
+            yield asked, f"dot_{named['cut']}_f32{passes}"
 
 
 def has_host_callback(module: Module) -> bool:

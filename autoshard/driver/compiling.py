@@ -126,7 +126,8 @@ class Compiling:
             if self._executor is None:
                 # Live accelerators: this process holds them, so it compiles.
                 with ledger.journal.attempted({key: note}):
-                    result = compile_on(module, ledger.target.placed(module.mesh))
+                    placed = ledger.target.placed(module.mesh)
+                    result = compile_on(module, placed, self._executables)
                     self._record(row, key, self._priced(row, module, result))
                 continue
             ledger.journal.started(key, note)

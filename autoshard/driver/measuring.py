@@ -25,7 +25,7 @@ _APART = 1 << 20
 def opened_bench(ledger: Ledger) -> Iterator[Benches]:
     """What measures: this process for accelerators, a child that can be killed for CPUs."""
     if ledger.target.platform != "cpu":
-        yield Bench(ledger.target.placed)
+        yield Bench(ledger.target.placed, ledger.executables)
         return
     child = ChildBench(
         ledger.settings("measure"),

@@ -99,8 +99,8 @@ class Bench:
     Args:
       placed: the devices at the places of a module's mesh, major to minor; by default the first of
         `jax.devices()`.
-      executables: folder with what another process has compiled, and that takes what this one
-        compiles; None for none.
+      executables: folder with what rung 2 has compiled, maybe in another process, and that takes
+        what this one compiles; None for none.
     """
 
     renew = None
@@ -147,8 +147,9 @@ class Bench:
     def _entry(self, name: str, module: Module) -> _Entry:
         entry = self._entries.get(name)
         if entry is None or entry.digest != module.digest:
-            entry = _Entry(executable=self._compile(module), digest=module.digest)
-            self._entries[name] = entry
+            same = (e.executable for e in self._entries.values() if e.digest == module.digest)
+            executable = next(same, None) or self._compile(module)
+            entry = self._entries[name] = _Entry(executable=executable, digest=module.digest)
         return entry
 
     def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
@@ -249,8 +250,9 @@ class Bench:
 
     def _compile(self, module: Module) -> Executable:
         if self._placed is not None:
-            return compile_module(module, self._placed(module.mesh))
-        devices = jax.devices()[: module.device_count]
+            devices = self._placed(module.mesh)
+        else:
+            devices = jax.devices()[: module.device_count]
         if self._executables is None:
             return compile_module(module, devices)
         if (found := kept(module, devices, self._executables)) is None:

@@ -148,18 +148,27 @@ def compile_in_process(request: CompileRequest) -> CompileResult | Failure:
     )
 
 
-def compile_on(module: Module, devices: Sequence[jax.Device]) -> CompileResult | Failure:
-    """Compiles `module` in this process: it alone can, where it holds live accelerators."""
+def compile_on(
+    module: Module, devices: Sequence[jax.Device], executables: Path | None = None
+) -> CompileResult | Failure:
+    """Compiles `module` in this process: it alone can, where it holds live accelerators.
+
+    Args:
+      executables: takes the executable, for `executables.kept`; None for none.
+    """
     start = time.perf_counter()
     try:
         executable = compile_module(module, devices)
     except (RuntimeError, NotImplementedError) as error:
         return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
+    elapsed_s = time.perf_counter() - start
+    if executables is not None:
+        keep(executable, executables)
     return CompileResult(
         memory=executable.memory,
         hlo_text=executable.hlo_text,
         warnings=(),
-        elapsed_s=time.perf_counter() - start,
+        elapsed_s=elapsed_s,
     )
 
 

@@ -1,7 +1,8 @@
-"""Compiled programs on their way from the process that compiled them to the one that measures them.
+"""Compiled programs on their way from rung 2 to rung 3, in most cases from process to process.
 
-For CPU devices both run what the same compiler made, so that it need not be made twice. Whatever
-cannot be kept or read is compiled again: nothing depends on this but time.
+Both run what the same compiler made, so that it need not be made twice; on a GPU, where compiling
+times many kernels, it would not even be the same. Whatever cannot be kept or read is compiled
+again: nothing depends on this but time.
 """
 
 import contextlib

@@ -36,11 +36,13 @@ missing all-reduce, and the worst copy counts.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard.rungs.pieces import over_pieces
 from autoshard.trial import Failure, Kind, Stage
 
 NOISE_FACTOR = 4.0
@@ -51,6 +53,7 @@ _TINY = float(np.finfo(np.float64).tiny)
 _COARSE = ("bf16", "f16")
 _TOLERANCE = 1e-4
 _COARSE_TOLERANCE = 3e-2
+_CUT_TOLERANCE = _COARSE_TOLERANCE / 8  # of products that cut f32 to TF32: as its unit to bf16's
 _PROBE = 1000.0  # units in the last place
 _PART = 0.3  # of the probe: the run that shows whether a leaf moves in proportion
 _ROUNDING = 16.0  # units that another order of summation may come to
@@ -181,13 +184,26 @@ def perturb(
     type the program computes in: one that casts f32 parameters to bf16 rounds like bf16.
     """
     rng = np.random.default_rng(20)
+    coarsest = _unit(float_types) / 2
     moved = []
     for value in values:
-        if jnp.issubdtype(value.dtype, jnp.inexact) and value.size:
-            unit = max(float(jnp.finfo(value.dtype).eps), _unit(float_types) / 2)
-            factor = 1 + units * unit * rng.choice([-1.0, 1.0], value.shape)
-            value = np.asarray(_wide(value) * factor).astype(value.dtype)
+        if jnp.issubdtype(value.dtype, jnp.inexact):
+            share = units * max(float(jnp.finfo(value.dtype).eps), coarsest)
+            value = _moved(value, share, rng)
         moved.append(value)
+    return moved
+
+
+def _moved(value: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
+    """Each element more or less by `share` of itself, at random."""
+    moved = np.empty_like(value, order="C")
+    bits = np.frombuffer(rng.bytes(-(-value.size // 8)), np.uint8)
+    up = np.unpackbits(bits, count=value.size).view(np.bool_)
+
+    def move(old: np.ndarray, up: np.ndarray, new: np.ndarray) -> None:
+        new[:] = (_wide(old) * np.where(up, 1 + share, 1 - share)).astype(old.dtype)
+
+    over_pieces(move, value, up, moved)
     return moved
 
 
@@ -201,7 +217,7 @@ def reference(
 
     Args:
       initial: the state leaves.
-      float_types: MLIR names of the float types in the reference program.
+      float_types: what the reference computes in, as `compat.executable.float_types` has it.
       batches: one batch for each step.
       run: (state, batches) -> the reference program's trajectory.
     """
@@ -213,24 +229,21 @@ def reference(
         start = perturb(initial, float_types, units)
         return run(start, [perturb(batch, float_types, units) for batch in batches]), start
 
-    def changes() -> Iterator[np.ndarray]:
-        return _changes(trajectory, initial)
-
+    changes = _changes(trajectory, initial)
     near, start = perturbed(1.0)
     noise = [
-        NOISE_FACTOR * _distance(a, b)
-        for a, b in zip(_changes(near, start), changes(), strict=True)
+        NOISE_FACTOR * _apart(a, b) for a, b in zip(_changes(near, start), changes, strict=True)
     ]
     metrics_slack = tuple(
         tuple(NOISE_FACTOR * _distance(a[0], b[0]) for a, b in zip(x, y, strict=True))
         for x, y in zip(near.metrics, trajectory.metrics, strict=True)
     )
     fine = coarse == _TOLERANCE
-    far = perturbed(_PROBE if fine else _COARSE_PROBE)
-    slack = [s + _jumps(a, b) for s, a, b in zip(noise, _changes(*far), changes(), strict=True)]
+    far = _changes(*perturbed(_PROBE if fine else _COARSE_PROBE))
+    slack = [s + _jumps(a, b) for s, a, b in zip(noise, far, changes, strict=True)]
     if fine:
-        part = perturbed(_PROBE * _PART)
-        rows = zip(_changes(*part), _changes(*far), changes(), noise, strict=True)
+        part = _changes(*perturbed(_PROBE * _PART))
+        rows = zip(part, far, changes, noise, strict=True)
         slack = [s + _kinks(*row) for s, row in zip(slack, rows, strict=True)]
     return Reference(
         steps=len(batches),
@@ -242,32 +255,53 @@ def reference(
     )
 
 
-def _changes(trajectory: Trajectory, start: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """By what each leaf changed from its start, one at a time: they are twice as wide."""
-    return (_minus(new[0], old) for new, old in zip(trajectory.state, start, strict=True))
+class _Change(NamedTuple):
+    """By what a leaf changed: the two arrays whose difference it is, which is twice as wide."""
+
+    new: np.ndarray
+    old: np.ndarray
+
+    @property
+    def is_float(self) -> bool:
+        return bool(jnp.issubdtype(self.new.dtype, jnp.inexact))
 
 
-def _jumps(moved: np.ndarray, change: np.ndarray) -> float:
+def _changes(trajectory: Trajectory, start: Sequence[np.ndarray]) -> list[_Change]:
+    return [_Change(new[0], old) for new, old in zip(trajectory.state, start, strict=True)]
+
+
+def _apart(moved: _Change, change: _Change) -> float:
+    """L2 norm of the difference of two changes; the share of integers that came out otherwise."""
+    if not change.is_float:
+        return _distance(moved.new, change.new)
+    return _norm(_second, *moved, *change)
+
+
+def _jumps(moved: _Change, change: _Change) -> float:
     """What jumping elements may add to the L2 norm of a leaf; 0 if none jumped."""
-    if not jnp.issubdtype(change.dtype, jnp.inexact) or not change.size:
+    if not change.is_float:
         return 0.0
-    largest = float(np.max(np.abs(change), initial=0, where=np.isfinite(change)))
-    jump = np.abs(_minus(moved, change))
-    if float(np.max(jump, initial=0, where=np.isfinite(jump))) > _JUMP * largest:
-        return _JUMP_FACTOR * largest
-    return 0.0
+
+    largest = max(over_pieces(lambda *pair: _largest(_minus(*pair)), *change), default=0.0)
+    jump = max(over_pieces(lambda *both: _largest(_second(*both)), *moved, *change), default=0.0)
+    return _JUMP_FACTOR * largest if jump > _JUMP * largest else 0.0
 
 
-def _kinks(part: np.ndarray, moved: np.ndarray, change: np.ndarray, noise: float) -> float:
+def _kinks(part: _Change, moved: _Change, change: _Change, noise: float) -> float:
     """What elements on the other side of a kink may add to a leaf's L2 norm; 0 if it is smooth.
 
     Args:
       part, moved: the leaf's change from starts perturbed by `_PART` of the probe and by all of it.
       noise: what rounding explains; that of these two runs, the first's enlarged, is as much again.
     """
-    if not jnp.issubdtype(change.dtype, jnp.inexact):
+    if not change.is_float:
         return 0.0
-    bend = _norm(_minus(_minus(moved, change), _minus(part, change) / _PART))
+
+    def bent(*pieces: np.ndarray) -> np.ndarray:
+        of_part, of_all, of_none = pieces[:2], pieces[2:4], pieces[4:]
+        return _minus(_second(*of_all, *of_none), _second(*of_part, *of_none) / _PART)
+
+    bend = _norm(bent, *part, *moved, *change)
     return math.sqrt(_ROUNDING / _PROBE) * bend if bend > 2 * noise else 0.0
 
 
@@ -325,11 +359,11 @@ def _leaf(
             copies=len(copies),
         )
     tolerance = max(coarse, _leaf_tolerance(expected.dtype))
-    change = _norm(_wide(expected) if start is None else _minus(expected, start))
+    change = _norm(_wide, expected) if start is None else _norm(_minus, expected, start)
     scale = change + slack / tolerance
     if scale == 0:  # nothing may move: any difference is measured against the values themselves
         eps = float(jnp.finfo(expected.dtype).eps)
-        scale = eps * _norm(_wide(expected)) + _TINY
+        scale = eps * _norm(_wide, expected) + _TINY
     return LeafError(
         path=path,
         error=min(distance / scale, float(np.finfo(np.float64).max)),
@@ -362,16 +396,25 @@ def _not_finite(
         if not jnp.issubdtype(expected[0].dtype, jnp.inexact):
             continue
         for copy in copies:
-            bad = ~np.isfinite(copy)
-            if start is not None:
-                bad &= ~((copy == start) & (copy == expected[0]))
-            if bad.any():
-                blown = bad & ~np.isfinite(expected[0])
-                if start is not None:
-                    blown &= expected[0] != start
-                both = " in the reference too" if blown.any() else ""
-                return f"{path}: {int(bad.sum())} of {copy.size} values are not finite{both}"
+            known = [] if start is None else [start]
+            pieces = over_pieces(_blown, copy, expected[0], *known)
+            bad, blown = (sum(piece[k] for piece in pieces) for k in (0, 1))
+            if bad:
+                both = " in the reference too" if blown else ""
+                return f"{path}: {bad} of {copy.size} values are not finite{both}"
     return None
+
+
+def _blown(
+    copy: np.ndarray, expected: np.ndarray, start: np.ndarray | None = None
+) -> tuple[int, int]:
+    """How many values are not finite that should be; how many of them not in the reference."""
+    bad = ~np.isfinite(copy)
+    blown = bad & ~np.isfinite(expected)
+    if start is not None:
+        same = (copy == start) & (copy == expected)
+        bad, blown = bad & ~same, blown & ~same & (expected != start)
+    return int(bad.sum()), int(blown.sum())
 
 
 def _wide(value: np.ndarray) -> np.ndarray:
@@ -381,21 +424,39 @@ def _wide(value: np.ndarray) -> np.ndarray:
 
 def _minus(new: np.ndarray, old: np.ndarray) -> np.ndarray:
     """The change in double precision; values that are no numbers, and equal infinities, are 0."""
-    if not jnp.issubdtype(new.dtype, jnp.inexact):
-        return new
     with np.errstate(invalid="ignore"):
         return np.where(new == old, 0, _wide(new) - _wide(old))
+
+
+def _second(new: np.ndarray, old: np.ndarray, then: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """The difference of two changes."""
+    return _minus(_minus(new, old), _minus(then, before))
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
     """L2 norm of the difference of floats; else the share of elements that differ."""
     if jnp.issubdtype(a.dtype, jnp.inexact):
-        return _norm(_minus(a, b))
-    return float(np.mean(a != b)) if a.size else 0.0
+        return _norm(_minus, a, b)
+    return sum(over_pieces(_differing, a, b)) / a.size if a.size else 0.0
 
 
-def _norm(value: np.ndarray) -> float:
-    return float(np.linalg.norm(value[np.isfinite(value)]))
+def _differing(a: np.ndarray, b: np.ndarray) -> int:
+    return int(np.count_nonzero(a != b))
+
+
+def _largest(value: np.ndarray) -> float:
+    return float(np.max(np.abs(value), initial=0, where=np.isfinite(value)))
+
+
+def _norm(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> float:
+    """L2 norm of what a function makes of arrays, element by element; what is not finite is 0."""
+
+    def squares(*pieces: np.ndarray) -> float:
+        value = np.abs(function(*pieces))
+        with np.errstate(over="ignore"):
+            return float(np.sum(np.square(value), where=np.isfinite(value)))
+
+    return math.sqrt(math.fsum(over_pieces(squares, *arrays)))
 
 
 def _leaf_tolerance(dtype: np.dtype) -> float:
@@ -408,10 +469,12 @@ def _leaf_tolerance(dtype: np.dtype) -> float:
 def _program_tolerance(float_types: frozenset[str]) -> float:
     if any(name.startswith("f8") for name in float_types):
         return _EIGHT_BIT_TOLERANCE
-    return _COARSE_TOLERANCE if float_types.intersection(_COARSE) else _TOLERANCE
+    if float_types.intersection(_COARSE):
+        return _COARSE_TOLERANCE
+    return _CUT_TOLERANCE if "tf32" in float_types else _TOLERANCE
 
 
 def _unit(float_types: frozenset[str]) -> float:
-    """The spacing of numbers near 1 in the coarsest 16-bit type of the program, 0 without one."""
-    names = {"bf16": jnp.bfloat16, "f16": jnp.float16}
-    return max((float(jnp.finfo(t).eps) for n, t in names.items() if n in float_types), default=0.0)
+    """The spacing of numbers near 1 in the coarsest short type of the program, 0 without one."""
+    units = {"bf16": 2.0**-7, "f16": 2.0**-10, "tf32": 2.0**-10}
+    return max((unit for name, unit in units.items() if name in float_types), default=0.0)

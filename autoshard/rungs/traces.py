@@ -12,7 +12,8 @@ What the numbers mean, and what they do not:
 - Fake devices share the machine's cores. An operation's time on CPU includes being descheduled,
   and a device idles where another has its core; the three numbers of one device say how its step
   went here, not how fast its work is.
-- The GPU and TPU parts follow the format's documentation and are tested on made-up traces only.
+- The GPU part was seen on traces of one H100 (jax 0.11.2); of collectives there, and of TPUs, it
+  follows the format's documentation and is tested on made-up traces alone.
 """
 
 import re

@@ -164,6 +164,45 @@ def test_float_types_are_those_inside_the_program(odd):
     }
 
 
+@pytest.mark.parametrize(
+    ("platform", "asked", "cut"),
+    [
+        ("cpu", "default", set()),
+        ("cuda", "default", {"tf32"}),
+        ("cuda", "high", {"tf32"}),
+        ("cuda", "highest", set()),
+        ("tpu", "default", {"bf16"}),
+        ("tpu", "highest", set()),
+        ("tpu", "BF16_BF16_F32", {"bf16"}),
+        ("tpu", "BF16_BF16_F32_X3", set()),
+        ("cuda", "TF32_TF32_F32", {"tf32"}),
+        ("cuda", "F32_F32_F32", set()),
+    ],
+)
+@pytest.mark.parametrize("convolved", [False, True])
+def test_products_compute_in_what_their_platform_cuts_f32_to(platform, asked, cut, convolved):
+    if convolved and asked.isupper():
+        pytest.skip("a convolution has no dot algorithm")
+    precision = getattr(jax.lax.DotAlgorithmPreset, asked) if asked.isupper() else asked
+
+    def product(a, b):
+        if convolved:
+            return jax.lax.conv(a[None, None], b[None, None], (1, 1), "SAME", precision=precision)
+        return jnp.dot(a, b, precision=precision)
+
+    shape = jax.ShapeDtypeStruct((8, 8), np.float32)
+    lowered_ = jax.jit(product).trace(shape, shape).lower(lowering_platforms=(platform,))
+    module = Module(
+        stablehlo=lowered.bytecode(lowered_),
+        mesh=(),
+        platform=platform,
+        inputs=(),
+        outputs=(),
+        state_count=0,
+    )
+    assert float_types(module) == {"f32"} | cut
+
+
 def test_host_callbacks_are_seen(odd):
     def chatty(state):
         jax.debug.print("{}", state)

@@ -272,6 +272,15 @@ def test_loading_again_starts_again_and_compiles_once(bench, monkeypatch):
     assert int(bench._entries["data"].state[2]) == 0, "the optimizer's count"
 
 
+def test_one_program_under_two_names_is_compiled_once(bench, monkeypatch):
+    module = lowered.train_module(DATA, spec=P())
+    bench.load("data", module)
+    monkeypatch.setattr(Bench, "_compile", None)
+    assert isinstance(bench.load("the same", module), MemoryUse)
+    bench.run("the same", 2)
+    assert [int(bench._entries[name].state[2]) for name in ("data", "the same")] == [0, 2]
+
+
 def test_failures_are_values(bench):
     broken = dataclasses.replace(lowered.train_module(), stablehlo=b"ML\xefRnot really")
     failure = bench.load("broken", broken)

@@ -9,6 +9,7 @@ from autoshard.rungs.numerics import (
     perturb,
     reference,
 )
+from autoshard.rungs.pieces import PIECE
 from autoshard.trial import Failure, Kind
 
 F32 = frozenset({"f32"})
@@ -191,3 +192,37 @@ def test_perturbing_moves_every_float_a_little_and_nothing_else(floats, most):
         np.testing.assert_array_equal(before, after)
     again = perturb([np.asarray(v) for v in values], frozenset(floats))
     np.testing.assert_array_equal(moved[0], again[0])
+
+
+def test_products_in_tf32_round_more_than_those_of_f32_and_less_than_those_of_bf16():
+    """Another order of summation of products with ten bits moves what they make by some 2^-11."""
+    change = np.linspace(0.5, 1.0, 200).astype(np.float32)
+    other = change * (1 + 2.0**-10 * np.random.default_rng(6).choice([-1, 1], 200))
+    wrong = change * (1 + 2.0**-6 * np.random.default_rng(6).choice([-1, 1], 200))
+    for floats, passed in (
+        (("f32",), (False, False)),
+        (("f32", "tf32"), (True, False)),
+        (("f32", "bf16"), (True, True)),
+    ):
+        ref = against(adding(change), [np.zeros(200, np.float32)], frozenset(floats))
+        moved = [error_of(trajectory(by.astype(np.float32)), ref).passed for by in (other, wrong)]
+        assert tuple(moved) == passed, floats
+
+
+def test_a_large_leaf_is_judged_as_its_parts_together():
+    """Of pieces that threads read: one wrong element among many is found, and its size is right."""
+    size = 3 * PIECE + 5
+    start = [np.random.default_rng(7).normal(size=size).astype(np.float32)]
+    change = np.full(size, 0.5, np.float32)
+    ref = against(adding(change), start)
+    right = start[0] + change
+    assert error_of(trajectory(right), ref).error == 0
+    for place in (0, PIECE, size - 1):
+        moved = right.copy()
+        moved[place] += 64
+        leaf = error_of(trajectory(moved), ref)
+        assert not leaf.passed
+        assert leaf.error == pytest.approx(64 / (0.5 * np.sqrt(size)), rel=0.05)
+        moved[place] = np.nan
+        broken = compare(trajectory(moved), ref, ["state.x"], [])
+        assert isinstance(broken, Failure) and f"1 of {size} values" in broken.message

@@ -1,6 +1,7 @@
 """Rung 3's judge, on a bench of pretended programs; and once on a real one."""
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -67,10 +68,14 @@ class Pretended:
         return folder
 
 
+def program(device_count=8):
+    return types.SimpleNamespace(device_count=device_count)
+
+
 def finalist(name, **changes):
     fields = {
         "name": name,
-        "module": object(),
+        "module": program(),
         "footprint": Footprint(held=5, running=5),
         "reference": "ref",
         "checked": None,
@@ -83,7 +88,7 @@ def judged(bench, finalists, tmp_path, references=None, **options):
     return judge(
         bench,
         finalists,
-        {"ref": object()} if references is None else references,
+        {"ref": program(1)} if references is None else references,
         **{
             "seed": 0,
             "folder": str(tmp_path),
@@ -92,6 +97,15 @@ def judged(bench, finalists, tmp_path, references=None, **options):
             **options,
         },
     )
+
+
+def test_on_one_device_nothing_is_compared(tmp_path):
+    """It is the unsharded step; on a GPU, whose sums have no order, it may differ from itself."""
+    bench = Pretended({"a": 0.03, "b": 0.02}, errors={"a": 0.5, "b": 0.7})
+    result = judged(bench, [finalist(n, module=program(1)) for n in "ab"], tmp_path)
+    assert result.ranking == ("b", "a") and bench.compared == []
+    assert all((o.numerics, o.numerics_error) == ("exact", 0.0) for o in result.outcomes.values())
+    assert ("trust", "ref") not in bench.calls
 
 
 def test_the_fastest_comes_first_and_all_samples_are_kept(tmp_path):
@@ -193,7 +207,9 @@ def test_programs_of_other_knobs_are_never_compared(tmp_path):
     finalists = [finalist(n, reference=of[n]) for n in "acbd"]
     for broken in ({}, {"other": OOM}, {"ref": OOM, "other": OOM}):
         bench.broken, bench.calls = broken, []
-        result = judged(bench, finalists, tmp_path, references={"ref": 0, "other": 1})
+        result = judged(
+            bench, finalists, tmp_path, references={n: program(1) for n in ("ref", "other")}
+        )
         assert set(result.ranking) == set("abcd")
         kinds = {n: "relative" if of[n] in broken else "exact" for n in of}
         assert {n: result.outcomes[n].numerics for n in of} == kinds

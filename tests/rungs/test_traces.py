@@ -1,3 +1,5 @@
+import pathlib
+
 import jax
 import pytest
 
@@ -52,6 +54,15 @@ def test_a_real_cpu_trace(tmp_path):
     spans = {round(p.compute_s + p.communication_s + p.idle_s, 9) for p in found}
     assert len(spans) == 1, "every device has the same step"
     assert all(p.compute_s > 0 and p.communication_s > 0 and p.idle_s >= 0 for p in found)
+
+
+def test_a_real_gpu_trace():
+    """The kernels of a command buffer name it as their operation, not their own."""
+    text = (pathlib.Path(__file__).parent / "h100_mlp.textproto").read_text()
+    (only,) = split(jax.profiler.ProfileData.from_text_proto(text), 2)
+    assert only.device == "GPU:0" and only.communication_s == 0
+    assert only.compute_s == pytest.approx(0.97577e-3, rel=1e-3)
+    assert only.idle_s == pytest.approx(0.81325e-3, rel=1e-3), "the host, between two steps"
 
 
 def test_a_program_without_collectives_does_not_communicate(tmp_path):

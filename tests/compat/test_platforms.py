@@ -1,0 +1,23 @@
+import types
+
+import jax
+import pytest
+
+from autoshard.compat.platforms import lowering_platform
+from autoshard.target import find_target
+
+
+@pytest.mark.parametrize("named", ["cuda", "rocm"])
+def test_gpus_are_told_apart(named):
+    """As jaxlib's client of an H100 says it (jax 0.11.2): "gpu", and behind that "cuda"."""
+    client = types.SimpleNamespace(platform="gpu", _raw_platform=named)
+    assert lowering_platform(types.SimpleNamespace(platform="gpu", client=client)) == named
+
+
+def test_a_client_that_has_one_name_has_that():
+    client = types.SimpleNamespace(platform="tpu")
+    assert lowering_platform(types.SimpleNamespace(platform="tpu", client=client)) == "tpu"
+
+
+def test_cpu_devices_are_lowered_for_cpus():
+    assert find_target(jax.devices()).lowering_platform == "cpu"
