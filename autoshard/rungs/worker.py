@@ -8,6 +8,7 @@ by Python or by XLA, goes to a file. A request is a module-level function and it
 
 import contextlib
 import dataclasses
+import math
 import os
 import pickle
 import re
@@ -29,6 +30,7 @@ import autoshard
 from autoshard.compat import deviceless
 from autoshard.compat.compilers import compiler_options
 from autoshard.errors import WorkerError
+from autoshard.rungs.standstill import QUIET_S, Standstill
 from autoshard.trial import Failure, Kind, Stage
 
 T = TypeVar("T")
@@ -43,6 +45,7 @@ _TAIL_BYTES = 1 << 20  # a stack trace for each of a mesh's threads may follow w
 # absl's log line of a failed check: severity, date, time, thread, file:line] message.
 _FATAL = re.compile(r"^F\d{4} \S+ +\d+ (\S+\] .*)$", re.MULTILINE)
 _FATAL_WIDTH = 240
+_WATCHED_S = 1.0  # how often a child that has not answered is looked at
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +105,8 @@ class WorkerProcess:
 
         Returns:
           What the function returned, or a Failure: TIMEOUT when killed at the limit, CRASH when the
-          process died or the function raised; the message ends with what was last written to
-          stderr or with the traceback.
+          process died, stood still (`standstill`) or the function raised; the message ends with
+          what was last written to stderr or with the traceback.
 
         Raises:
           WorkerError: the child cannot be started at all.
@@ -117,6 +120,12 @@ class WorkerProcess:
             except TimeoutError:
                 message = f"killed after the time limit of {time_limit_s:g} s{child.tail()}"
                 return self._died(stage, Kind.TIMEOUT, message, begin)
+            except _StandsStill:
+                message = (
+                    "its collectives wait for each other: XLA said that they may be stuck, and in"
+                    f" {QUIET_S:g} s nothing was computed{child.tail()}"
+                )
+                return self._died(stage, Kind.CRASH, message, begin)
             except (EOFError, BrokenPipeError):
                 message = f"the worker process {child.epitaph()}{child.tail()}"
                 return self._died(stage, Kind.CRASH, message, begin)
@@ -149,7 +158,7 @@ class WorkerProcess:
         self.starts += 1
         try:
             child.receive(time.monotonic() + self.settings.start_limit_s)
-        except (TimeoutError, EOFError, BrokenPipeError) as error:
+        except (TimeoutError, EOFError, BrokenPipeError, _StandsStill) as error:
             tail = child.tail()
             self._kill()
             raise WorkerError(
@@ -170,6 +179,10 @@ class WorkerProcess:
         if self._finalizer is not None:
             self._finalizer()
         self._child = self._finalizer = None
+
+
+class _StandsStill(Exception):
+    """The child computes nothing and will not answer."""
 
 
 class _Child:
@@ -219,8 +232,11 @@ class _Child:
 
     def _receive(self, length: int, deadline: float) -> bytes:
         parts = bytearray()
+        watch = Standstill(self.process.pid, self.log)
         while len(parts) < length:
-            _wait(self._answer_read, select.POLLIN, deadline)
+            while not _ready(self._answer_read, select.POLLIN, deadline, _WATCHED_S):
+                if watch.seen(time.monotonic()):
+                    raise _StandsStill
             with contextlib.suppress(BlockingIOError):
                 part = os.read(self._answer_read, min(_CHUNK_BYTES, length - len(parts)))
                 if not part:
@@ -272,11 +288,18 @@ class _Child:
 
 def _wait(fd: int, event: int, deadline: float) -> None:
     """Waits until `fd` is ready, or raises TimeoutError."""
+    while not _ready(fd, event, deadline, math.inf):
+        pass
+
+
+def _ready(fd: int, event: int, deadline: float, longest_s: float) -> bool:
+    """Waits so long at most; whether `fd` is ready. Raises TimeoutError at the deadline."""
     poll = select.poll()
     poll.register(fd, event)
     left = deadline - time.monotonic()
-    if left <= 0 or not poll.poll(left * 1000):
+    if left <= 0:
         raise TimeoutError
+    return bool(poll.poll(min(left, longest_s) * 1000))
 
 
 def _environment(settings: WorkerSettings) -> dict[str, str]:

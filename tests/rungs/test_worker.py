@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from autoshard.errors import WorkerError
+from autoshard.rungs import standstill
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
 from autoshard.trial import Failure, Kind, Stage
 
@@ -70,6 +71,36 @@ def test_a_crash_is_told_in_its_first_line_by_the_check_that_failed_first(worker
     assert call(worker, os.write, 2, log + b"    @     0x7fd085040634  frame\n" * 500) > 0
     first, *_ = call(worker, os.abort).message.splitlines()
     assert "SIGABRT: rendezvous.cc:161] [id=1] Termination timeout of 40 s; its last out" in first
+
+
+STUCK = b"E1125 rendezvous.cc:122] This thread has been waiting for 20 seconds and may be stuck.\n"
+
+
+def warn_and(function, *args):
+    """What XLA does where a collective takes long."""
+    os.write(2, STUCK)
+    return function(*args)
+
+
+def burn(seconds):
+    """Computes; of the process's own time, as another's work may delay it."""
+    begin = time.process_time()
+    while time.process_time() - begin < seconds:
+        pass
+    return "done"
+
+
+def test_a_child_that_waits_for_ever_is_not_waited_for(worker, monkeypatch):
+    monkeypatch.setattr(standstill, "QUIET_S", 2.0)
+    call(worker, os.write, 2, STUCK)
+    assert call(worker, time.sleep, 4.5) is None, "XLA warned in an earlier call"
+    assert call(worker, warn_and, burn, 4.5) == "done", "XLA was wrong"
+    failure = call(worker, warn_and, time.sleep, 60.0, time_limit_s=50.0)
+    assert isinstance(failure, Failure) and failure.kind is Kind.CRASH
+    assert "its collectives wait for each other" in failure.message
+    assert "may be stuck" in failure.message.splitlines()[-1]
+    assert failure.elapsed_s < 45
+    assert call(worker, len, "abc") == 3
 
 
 def test_a_hang_is_killed_at_the_limit(worker):
