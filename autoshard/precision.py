@@ -11,7 +11,8 @@ gpu_conv_algorithm_picker.cc, 2026), so HIGHEST takes the units of all other ari
 own Triton products use TF32 by default alone; autotuning on a real GPU takes what is faster.
 
 Not modelled: one operand more precise than the other (the more precise one counts for both), other
-types than f32 on TPU (f16 at HIGHEST takes three passes), products inside Pallas kernels.
+types than f32 on TPU (f16 at HIGHEST takes three passes), products inside Pallas kernels, NVIDIA
+GPUs without TF32 (before Ampere) or told not to use it (NVIDIA_TF32_OVERRIDE).
 """
 
 import re

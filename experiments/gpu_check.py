@@ -3,7 +3,7 @@
 Question: the step time that rung 2 predicts without the device, over the time measured on it, for
   programs of one GPU; and how far the catalogue's figures are from what the device does.
 Command: scripts/gpu_check   (on a machine with an NVIDIA GPU of the catalogue)
-Cost: half a minute to a minute for each of eleven programs, most of it compiling.
+Cost: 18 to 51 s a program were seen (of five of the eleven), most of it compiling.
 Expected: predicted / measured between 0.5 and 1.2 for each program (a roofline at nominal peaks
   knows nothing of what kernels lose); the catalogue's rates above what is measured.
 
@@ -74,35 +74,35 @@ def main(argv: list[str]) -> None:
     except RuntimeError as error:
         sys.exit(f"no GPU here, nothing to compare with: {str(error).splitlines()[0]}")
     chip = chip_of(device.device_kind)
+    chosen = programs()
+    asked = _PROGRAMS.value or list(chosen)
+    if unknown := sorted(set(asked) - set(chosen)):
+        sys.exit(f"--programs: got {unknown}, expected some of {list(chosen)}")
     run = pathlib.Path(_RUN.value)
     run.mkdir(parents=True, exist_ok=True)
     measured = measured_rates(calibrated(find_target([device]), run))
     (run / "hardware.toml").write_text(corrected(chip, measured), encoding="utf-8")
-    figures: dict[str, Any] = {
+    seen_with = {
         "device": device.device_kind,
-        "chip": chip.name,
-        "rates": {k: {"measured": v, "catalogue": _listed(chip, k)} for k, v in measured.items()},
-        "programs": [],
-        "failed": {},
         "compiler": compiler_version("cuda"),
         "jax": jax.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
+    rates = {k: {"measured": v, "catalogue": _listed(chip, k)} for k, v in measured.items()}
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{chip.name}.json"
-    chosen = programs()
-    for name in _PROGRAMS.value or chosen:
+    for name in asked:
         begin = time.perf_counter()
         try:
-            figures["programs"] += compared(name, chosen[name], device, chip, run)
+            rows = compared(name, chosen[name], device, chip, run)
         except autoshard.NoPlanError as error:
-            figures["failed"][name] = str(error)
+            rows = [{"program": name, "failed": str(error)}]
             console.print(f"{name}: {error}", markup=False)
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        keep_rows(path, {"chip": chip.name, **seen_with, "rates": rates}, rows)
         console.print(f"{name}: {time.perf_counter() - begin:.0f} s")
-    console.print(_table(figures["programs"]))
+    console.print(_table([row for row in kept_rows(path) if "failed" not in row]))
     for name, value in measured.items():
         listed = _listed(chip, name)
         console.print(
@@ -121,7 +121,7 @@ def compared(
     """A program's rows: as predicted by the catalogue's figures, and by measured rates.
 
     Raises:
-      NoPlanError: it does not fit, or a compiler refuses it.
+      NoPlanError: it does not fit, a compiler refuses it, or it cannot be measured.
     """
     budget = autoshard.Budget(candidates=4, compiles=1)
     predicted = {}
@@ -135,9 +135,31 @@ def compared(
         [device],
         budget=dataclasses.replace(budget, profiles=1, rounds=_ROUNDS),
         calibration=run,
-        journal=run / name.replace(" ", "-") / "journal.jsonl",
     )
+    if here.trial is None or not isinstance(here.trial.profiled, Measurement):
+        raise autoshard.NoPlanError(f"nothing was measured: {'; '.join(here.evidence.notes)}")
     return [_row(name, source, there, here) for source, there in predicted.items()]
+
+
+def keep_rows(path: pathlib.Path, seen_with: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Writes the rows of a program, in place of its earlier ones; those of others stay.
+
+    Args:
+      seen_with: device, versions and date; each row has them too, as they may differ.
+    """
+    names = {row["program"] for row in rows}
+    others = [row for row in kept_rows(path) if row["program"] not in names]
+    own = {k: v for k, v in seen_with.items() if k not in ("chip", "rates")}
+    figures = {**seen_with, "programs": [*others, *({**row, **own} for row in rows)]}
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def kept_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """All rows of a file; [] where there is none."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["programs"]
+    return rows
 
 
 def chip_of(device_kind: str) -> Chip:

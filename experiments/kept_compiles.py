@@ -1,6 +1,7 @@
 """Compiled programs in a folder: what one compiler made of a module once, it is not asked again."""
 
 import concurrent.futures
+import dataclasses
 import gzip
 import hashlib
 import os
@@ -63,6 +64,7 @@ def _digest(request: CompileRequest) -> str:
     """Of all that decides what the compiler makes of a module."""
     module = request.module
     text = hashlib.sha256(module.stablehlo)
-    where = (module.mesh, request.hardware, request.order, request.compilers, jax.__version__)
+    said = [field.name for field in dataclasses.fields(CompileResult)]
+    where = (module.mesh, request.hardware, request.order, request.compilers, jax.__version__, said)
     text.update(repr(where).encode())
     return text.hexdigest()[:24]

@@ -18,6 +18,7 @@ from autoshard.driver.search import FIRST_WAVE_ROUNDS
 from autoshard.layout import Candidate
 from autoshard.lowering import lower_step
 from autoshard.program import trace
+from autoshard.rungs import numerics
 from autoshard.rungs.worker import worker_here
 from autoshard.subjects import make_subject
 from autoshard.target import find_target
@@ -306,20 +307,32 @@ def test_a_candidate_that_computes_something_else_never_becomes_the_plan(
     def lower(analysis, specs, target):
         return lower_step(wrong.analysis if specs.key() == key else analysis, specs, target)
 
-    monkeypatch.setattr(ledger, "lower_step", lower)
-    plan = autoshard.search(
-        mlp,
-        DEVICES,
-        budget=dataclasses.replace(workloads.MEASURED, profiles=4),
-        journal=journal,
-        calibration=searched.calibration,
-    )
+    def search():
+        return autoshard.search(
+            mlp,
+            DEVICES,
+            budget=dataclasses.replace(workloads.MEASURED, profiles=4),
+            journal=journal,
+            calibration=searched.calibration,
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger, "lower_step", lower)
+        plan = search()
     assert plan.candidate != culprit
     (bad,) = (t for t in plan.evidence.trials if t.candidate == culprit)
     assert bad.profiled.kind is Kind.NUMERICS and "['w" in bad.profiled.message
     assert all(plan.evidence.trials[i].candidate != bad.candidate for i in plan.evidence.ranking)
     assert plan.trial.profiled.numerics == "exact"
     assert "failed in profile: numerics" in str(plan)
+
+    def again():
+        (trial,) = (t for t in search().evidence.trials if t.candidate == culprit)
+        return trial.profiled
+
+    assert again() == bad.profiled, "the journal knows it"
+    monkeypatch.setattr(numerics, "REVISION", numerics.REVISION + 1)
+    assert isinstance(again(), Measurement), "who judges by other rules asks again"
 
 
 def test_one_device_has_nothing_to_shard_and_still_knobs_to_search(quick):

@@ -33,6 +33,7 @@ XLA_FLAGS = "--xla_gpu_autotune_level=0"  # autotuning would run kernels
 # Autotuning, which is off, would have taken the library.
 _NO_TILING = ("Couldn't find output tile sizes", "No supported config found for HLO")
 _LIBRARY_ALONE = ("xla_gpu_enable_triton_gemm", False)
+_ASSUMED = "all products left to cuBLAS: without autotuning XLA:GPU found no tiling for some"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +77,14 @@ def devices_of(hardware: Hardware) -> tuple[jax.Device, ...]:
 
 def compile_without_devices(
     module: Module, hardware: Hardware, order: tuple[int, ...]
-) -> tuple[MemoryUse, str]:
+) -> tuple[MemoryUse, str, tuple[str, ...]]:
     """Compiles a module with the target's own compiler.
 
     Args:
       order: for each place of the module's mesh, major to minor, the number of the device.
 
     Returns:
-      What one device needs, and the optimized HLO of the program it runs.
+      What one device needs, the optimized HLO of the program it runs, and what had to be assumed.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refused, with its text.
@@ -95,12 +96,12 @@ def compile_without_devices(
         # Of machine code nothing is asked: the HLO is the same, and a fifth of the time is saved.
         options.executable_build_options.debug_options.xla_backend_optimization_level = 0
     try:
-        return _compiled(module, devices, options)
+        return *_compiled(module, devices, options), ()
     except jax.errors.JaxRuntimeError as error:
         if not any(text in str(error) for text in _NO_TILING):
             raise
         options.env_option_overrides = [_LIBRARY_ALONE]
-        return _compiled(module, devices, options)
+        return *_compiled(module, devices, options), (_ASSUMED,)
 
 
 def _compiled(

@@ -24,7 +24,8 @@ from autoshard.precision import cut_to, multiplied_as
 _FLOAT_TYPE = re.compile(r"(?<=[<x])(f64|f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)[>,]")
 _LAPACK = b"lapack_"
 _PRODUCT = re.compile(
-    r"stablehlo\.(?:dot|dot_general|convolution)\b.*: \(tensor<(?:\d+x)*(?P<dtype>\w+)>"
+    r"(?:stablehlo\.(?:dot|dot_general|convolution)|chlo\.ragged_dot)\b"
+    r".*: \(tensor<(?:\d+x)*(?:complex<)?(?P<dtype>\w+)>"
 )
 _PRECISION = re.compile(r"precision(?:_config)? = \[([^\]]*)\]")
 _ALGORITHM = re.compile(

@@ -8,7 +8,7 @@ from autoshard.driver.ledger import Ledger, Row
 from autoshard.driver.race_records import RaceRecords
 from autoshard.lowering import lower_unsharded
 from autoshard.module import Module
-from autoshard.rungs import profile
+from autoshard.rungs import numerics, profile
 from autoshard.rungs.bench import Bench, Benches
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.checking import Finalist
@@ -124,7 +124,7 @@ class Measuring:
             ledger,
             {name: ledger.rows[i] for name, i in names.items()},
             {name: keys[i] for name, i in names.items()},
-            {"wave": wave, "inputs": inputs.digest},
+            {"wave": wave, "inputs": inputs.digest, "numerics": numerics.REVISION},
         )
         here = ledger.target.platform != "cpu"  # what takes a process down takes down this one
         racing = [name for name in names if not (here and records.died_twice(name))]
@@ -204,8 +204,11 @@ class Measuring:
 
     def _stands(self, failure: Failure, row: Row, key: str) -> bool:
         """Whether a recorded failure says something of today's batches too."""
-        known = self._ledger.journal.note(key).get("inputs")
-        return failure.kind is not Kind.NUMERICS or known == self._inputs_of(row).digest
+        if failure.kind is not Kind.NUMERICS:
+            return True
+        note = self._ledger.journal.note(key)
+        same = note.get("numerics") == numerics.REVISION
+        return same and note.get("inputs") == self._inputs_of(row).digest
 
     def _inputs_of(self, row: Row) -> Inputs:
         """What the programs of a row's knobs start from, made once."""

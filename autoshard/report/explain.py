@@ -114,6 +114,8 @@ def numerics(plan: "Plan") -> str:
     if not isinstance(measured, Measurement) or measured.numerics == "unchecked":
         where = "" if plan.target.is_here else " where the devices are"
         return f"Numerics: unchecked; plan.check() compares with the unsharded step{where}."
+    if measured.numerics == "unsharded":
+        return "Numerics: it is the unsharded step, on one device, and stays finite in 2 steps."
     where = f" at {measured.numerics_where}" if measured.numerics_where else ""
     against = {
         "exact": "the unsharded step",

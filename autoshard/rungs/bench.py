@@ -81,6 +81,9 @@ class Benches(Protocol):
           KeyError: the reference is another, or there is none.
         """
 
+    def finite(self, name: str, steps: int = 2) -> Failure | None:
+        """Runs a loaded program from the initial state: what was finite must be so afterwards."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
@@ -147,9 +150,8 @@ class Bench:
     def _entry(self, name: str, module: Module) -> _Entry:
         entry = self._entries.get(name)
         if entry is None or entry.digest != module.digest:
-            same = (e.executable for e in self._entries.values() if e.digest == module.digest)
-            executable = next(same, None) or self._compile(module)
-            entry = self._entries[name] = _Entry(executable=executable, digest=module.digest)
+            entry = _Entry(executable=self._compile(module), digest=module.digest)
+            self._entries[name] = entry
         return entry
 
     def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
@@ -201,13 +203,15 @@ class Bench:
         with _Catching() as caught:
             executable = self._entries[name].executable
             got = self._trajectory(executable, self._start(), self._batches_of(against.steps))
-            module = executable.module
-            return numerics.compare(
-                got,
-                against,
-                [spec.path for spec in module.outputs[: module.state_count]],
-                [spec.path for spec in module.outputs[module.state_count :]],
-            )
+            return numerics.compare(got, against, *_paths(executable.module))
+        return caught.expect()
+
+    def finite(self, name: str, steps: int = 2) -> Failure | None:
+        self.unload(name)
+        with _Catching() as caught:
+            executable = self._entries[name].executable
+            got = self._trajectory(executable, self._start(), self._batches_of(steps))
+            return numerics.not_finite(got, got, self._start(), *_paths(executable.module))
         return caught.expect()
 
     def _trajectory(
@@ -267,6 +271,12 @@ class Bench:
 
     def _batches_of(self, steps: int) -> list[tuple[np.ndarray, ...]]:
         return [self._batches[i % len(self._batches)] for i in range(steps)]
+
+
+def _paths(module: Module) -> tuple[list[str], list[str]]:
+    """The pytree paths of the state and of the metrics."""
+    paths = [spec.path for spec in module.outputs]
+    return paths[: module.state_count], paths[module.state_count :]
 
 
 def _calling_back(module: Module) -> Failure | None:

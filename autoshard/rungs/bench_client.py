@@ -103,6 +103,11 @@ class ChildBench:
             return self._lost[reference]
         return self._costing(name, self._call(_numerics, name, reference))
 
+    def finite(self, name: str, steps: int = 2) -> Failure | None:
+        if (failure := self._on(name)) is not None:
+            return failure
+        return self._costing(name, self._call(_finite, name, steps))
+
     def renew(self) -> None:
         """Ends the child; the next call starts another, with what is loaded in this one."""
         self._worker.close()
@@ -213,3 +218,7 @@ def _trust(name: str, module: Module, steps: int) -> Failure | None:
 
 def _numerics(name: str, reference: str) -> NumericsReport | Failure:
     return _here().numerics(name, reference)
+
+
+def _finite(name: str, steps: int) -> Failure | None:
+    return _here().finite(name, steps)

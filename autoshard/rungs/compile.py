@@ -49,7 +49,7 @@ def estimate_of(
         collectives=counts.collectives,
         dropped=dropped,
         unmodelled=line.unmodelled,
-        assumptions=line.assumptions,
+        assumptions=compiled.assumptions + line.assumptions,
         warnings=compiled.warnings,
         elapsed_s=compiled.elapsed_s,
         exposed_s=exposed_s,

@@ -43,12 +43,14 @@ class CompileResult:
       hlo_text: the optimized program of one device.
       warnings: the partitioner's involuntary full rematerializations, each once.
       elapsed_s: time compiling, seconds, without starting a worker.
+      assumptions: sentences on what the compiler had to be told, besides the module.
     """
 
     memory: MemoryUse
     hlo_text: str
     warnings: tuple[str, ...]
     elapsed_s: float
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +181,9 @@ def _compile(
     before = os.fstat(2).st_size
     begin = time.perf_counter()
     try:
+        assumptions: tuple[str, ...] = ()
         if hardware is not None:
-            memory, text = compile_without_devices(module, hardware, order)
+            memory, text, assumptions = compile_without_devices(module, hardware, order)
         else:
             executable = compile_module(module, jax.devices()[: module.device_count])
             memory, text = executable.memory, executable.hlo_text
@@ -192,6 +195,7 @@ def _compile(
             hlo_text=text,
             warnings=rematerializations(_written_since(before)),
             elapsed_s=elapsed_s,
+            assumptions=assumptions,
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         return failure_of(error, Stage.COMPILE, time.perf_counter() - begin)

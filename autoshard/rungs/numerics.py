@@ -45,6 +45,9 @@ import numpy as np
 from autoshard.rungs.pieces import over_pieces
 from autoshard.trial import Failure, Kind, Stage
 
+REVISION = 2
+"""Raise it when programs may pass that failed: failures of another revision are not believed."""
+
 NOISE_FACTOR = 4.0
 _JUMP = 0.3
 _JUMP_FACTOR = 8.0
@@ -317,9 +320,9 @@ def compare(
       A report, also when leaves are off; a Failure of kind numerics where the candidate has values
       that are not finite and the reference has not, or where both blew up.
     """
-    broken = _not_finite(candidate, against, state_paths, metric_paths)
+    broken = not_finite(candidate, against.trajectory, against.initial, state_paths, metric_paths)
     if broken is not None:
-        return Failure(stage=Stage.PROFILE, kind=Kind.NUMERICS, message=broken)
+        return broken
     state = []
     for path, copies, expected, start, slack in zip(
         state_paths,
@@ -373,35 +376,38 @@ def _leaf(
     )
 
 
-def _not_finite(
+def not_finite(
     candidate: Trajectory,
-    against: Reference,
+    expected: Trajectory,
+    initial: Sequence[np.ndarray],
     state_paths: Sequence[str],
     metric_paths: Sequence[str],
-) -> str | None:
-    """Says where a value is not finite that should be; None if all is well.
+) -> Failure | None:
+    """The failure that says where a value is not finite that should be; None if all is well.
 
     Values that were not finite before the first step and still are the same (a best loss of inf,
     a mask of -inf) are no failure.
+
+    Args:
+      expected: the reference's; of a program that is the reference its own.
     """
-    rows = list(zip(state_paths, candidate.state, against.trajectory.state, strict=True))
-    starts: list[np.ndarray | None] = list(against.initial)
-    for step, (got, wanted) in enumerate(
-        zip(candidate.metrics, against.trajectory.metrics, strict=True), 1
-    ):
+    rows = list(zip(state_paths, candidate.state, expected.state, strict=True))
+    starts: list[np.ndarray | None] = list(initial)
+    for step, (got, wanted) in enumerate(zip(candidate.metrics, expected.metrics, strict=True), 1):
         names = [f"{path} at step {step}" for path in metric_paths]
         rows += zip(names, got, wanted, strict=True)
         starts += [None] * len(names)
-    for (path, copies, expected), start in zip(rows, starts, strict=True):
-        if not jnp.issubdtype(expected[0].dtype, jnp.inexact):
+    for (path, copies, (right, *_)), start in zip(rows, starts, strict=True):
+        if not jnp.issubdtype(right.dtype, jnp.inexact):
             continue
         for copy in copies:
             known = [] if start is None else [start]
-            pieces = over_pieces(_blown, copy, expected[0], *known)
+            pieces = over_pieces(_blown, copy, right, *known)
             bad, blown = (sum(piece[k] for piece in pieces) for k in (0, 1))
             if bad:
-                both = " in the reference too" if blown else ""
-                return f"{path}: {bad} of {copy.size} values are not finite{both}"
+                both = " in the reference too" if blown and expected is not candidate else ""
+                message = f"{path}: {bad} of {copy.size} values are not finite{both}"
+                return Failure(stage=Stage.PROFILE, kind=Kind.NUMERICS, message=message)
     return None
 
 
@@ -456,7 +462,8 @@ def _norm(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> float:
         with np.errstate(over="ignore"):
             return float(np.sum(np.square(value), where=np.isfinite(value)))
 
-    return math.sqrt(math.fsum(over_pieces(squares, *arrays)))
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(np.sum(over_pieces(squares, *arrays))))
 
 
 def _leaf_tolerance(dtype: np.dtype) -> float:

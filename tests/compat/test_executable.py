@@ -179,16 +179,20 @@ def test_float_types_are_those_inside_the_program(odd):
         ("cuda", "F32_F32_F32", set()),
     ],
 )
-@pytest.mark.parametrize("convolved", [False, True])
-def test_products_compute_in_what_their_platform_cuts_f32_to(platform, asked, cut, convolved):
-    if convolved and asked.isupper():
-        pytest.skip("a convolution has no dot algorithm")
+@pytest.mark.parametrize("kind", ["dot", "complex", "convolution", "ragged"])
+def test_products_compute_in_what_their_platform_cuts_f32_to(platform, asked, cut, kind):
+    if asked.isupper() and kind != "dot":
+        pytest.skip("these have no dot algorithm")
     precision = getattr(jax.lax.DotAlgorithmPreset, asked) if asked.isupper() else asked
 
     def product(a, b):
-        if convolved:
+        if kind == "convolution":
             return jax.lax.conv(a[None, None], b[None, None], (1, 1), "SAME", precision=precision)
-        return jnp.dot(a, b, precision=precision)
+        if kind == "ragged":
+            sizes = jnp.array([3, 5], jnp.int32)
+            return jax.lax.ragged_dot(a, jnp.stack([b, b]), sizes, precision=precision)
+        a = jax.lax.complex(a, a) if kind == "complex" else a
+        return jnp.abs(jnp.dot(a, b.astype(a.dtype), precision=precision))
 
     shape = jax.ShapeDtypeStruct((8, 8), np.float32)
     lowered_ = jax.jit(product).trace(shape, shape).lower(lowering_platforms=(platform,))

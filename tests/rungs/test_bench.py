@@ -272,13 +272,23 @@ def test_loading_again_starts_again_and_compiles_once(bench, monkeypatch):
     assert int(bench._entries["data"].state[2]) == 0, "the optimizer's count"
 
 
-def test_one_program_under_two_names_is_compiled_once(bench, monkeypatch):
-    module = lowered.train_module(DATA, spec=P())
-    bench.load("data", module)
-    monkeypatch.setattr(Bench, "_compile", None)
-    assert isinstance(bench.load("the same", module), MemoryUse)
-    bench.run("the same", 2)
-    assert [int(bench._entries[name].state[2]) for name in ("data", "the same")] == [0, 2]
+def test_what_blows_up_is_told_also_where_there_is_nothing_to_compare_with(bench):
+    one = lowered.train_module(lowered.ONE)
+    bench.load("one", one)
+    bench.run("one", 1)
+    assert bench.finite("one") is None
+    assert bench._entries["one"].state is None, "it starts again"
+    grad = jax.value_and_grad(lowered.attention_loss)
+
+    def root(params, x, y):
+        loss, grads = grad(params, x, y)
+        return jnp.sqrt(-loss), grads
+
+    bench.load("root", lowered.train_module(lowered.ONE, lowered.make_step(root)))
+    failure = bench.finite("root")
+    assert isinstance(failure, Failure) and failure.kind is Kind.NUMERICS
+    assert "metrics['loss'] at step 1: 1 of 1 values are not finite" in failure.message
+    assert "reference" not in failure.message
 
 
 def test_failures_are_values(bench):

@@ -217,6 +217,9 @@ def test_a_large_leaf_is_judged_as_its_parts_together():
     ref = against(adding(change), start)
     right = start[0] + change
     assert error_of(trajectory(right), ref).error == 0
+    with np.errstate(over="raise"):  # a sum past all numbers is no error
+        far = error_of(trajectory(start[0].astype(float) + 4e151), against(adding(0.5), start))
+    assert not far.passed
     for place in (0, PIECE, size - 1):
         moved = right.copy()
         moved[place] += 64

@@ -17,6 +17,7 @@ from tests import lowered
 
 SETTINGS = RaceSettings(max_rounds=6, min_rounds=3)
 OOM = Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="no room")
+BLOWN = Failure(stage=Stage.PROFILE, kind=Kind.NUMERICS, message="not finite")
 CRASH = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="fell over")
 
 
@@ -53,6 +54,10 @@ class Pretended:
         self.calls.append(("trust", name))
         self.trusted = None if name in self.broken else name
         return self.broken.get(name)
+
+    def finite(self, name, steps=2):
+        assert name in self.loaded, f"{name} is not loaded"
+        return BLOWN if self.errors.get(name) == float("inf") else None
 
     def numerics(self, name, reference):
         assert name in self.loaded, f"{name} is not loaded"
@@ -101,10 +106,11 @@ def judged(bench, finalists, tmp_path, references=None, **options):
 
 def test_on_one_device_nothing_is_compared(tmp_path):
     """It is the unsharded step; on a GPU, whose sums have no order, it may differ from itself."""
-    bench = Pretended({"a": 0.03, "b": 0.02}, errors={"a": 0.5, "b": 0.7})
-    result = judged(bench, [finalist(n, module=program(1)) for n in "ab"], tmp_path)
-    assert result.ranking == ("b", "a") and bench.compared == []
-    assert all((o.numerics, o.numerics_error) == ("exact", 0.0) for o in result.outcomes.values())
+    bench = Pretended(dict.fromkeys("abc", 0.03), {"a": 0.5, "b": 0.7, "c": float("inf")})
+    result = judged(bench, [finalist(n, module=program(1)) for n in "abc"], tmp_path)
+    assert set(result.ranking) == {"a", "b"} and bench.compared == []
+    assert result.outcomes["c"] == BLOWN
+    assert {result.outcomes[n].numerics for n in "ab"} == {"unsharded"}
     assert ("trust", "ref") not in bench.calls
 
 
