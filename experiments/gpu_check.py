@@ -100,7 +100,8 @@ def main(argv: list[str]) -> None:
         except autoshard.NoPlanError as error:
             rows = [{"program": name, "failed": str(error)}]
             console.print(f"{name}: {error}", markup=False)
-        keep_rows(path, {"chip": chip.name, **seen_with, "rates": rates}, rows)
+        head = {"chip": chip.name, "rates": rates}
+        keep_rows(path, head, [{**row, **seen_with} for row in rows])
         console.print(f"{name}: {time.perf_counter() - begin:.0f} s")
     console.print(_table([row for row in kept_rows(path) if "failed" not in row]))
     for name, value in measured.items():
@@ -141,16 +142,11 @@ def compared(
     return [_row(name, source, there, here) for source, there in predicted.items()]
 
 
-def keep_rows(path: pathlib.Path, seen_with: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Writes the rows of a program, in place of its earlier ones; those of others stay.
-
-    Args:
-      seen_with: device, versions and date; each row has them too, as they may differ.
-    """
+def keep_rows(path: pathlib.Path, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Writes the rows of a program, in place of its earlier ones; those of others stay."""
     names = {row["program"] for row in rows}
     others = [row for row in kept_rows(path) if row["program"] not in names]
-    own = {k: v for k, v in seen_with.items() if k not in ("chip", "rates")}
-    figures = {**seen_with, "programs": [*others, *({**row, **own} for row in rows)]}
+    figures = {**head, "programs": [*others, *rows]}
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 

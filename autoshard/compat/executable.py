@@ -9,7 +9,7 @@ Everything here is physical: PRNG keys are their uint32 words, and nothing is re
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.interpreters.mlir as jax_mlir
@@ -18,19 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import lapack, xla_client
 from jaxlib.mlir import ir
 
+from autoshard.compat.stablehlo import PRODUCTS, dtype_of, precision_of
 from autoshard.module import ArraySpec, Module
 from autoshard.precision import cut_to, multiplied_as
 
 _FLOAT_TYPE = re.compile(r"(?<=[<x])(f64|f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)[>,]")
 _LAPACK = b"lapack_"
-_PRODUCT = re.compile(
-    r"(?:stablehlo\.(?:dot|dot_general|convolution)|chlo\.ragged_dot)\b"
-    r".*: \(tensor<(?:\d+x)*(?:complex<)?(?P<dtype>\w+)>"
-)
-_PRECISION = re.compile(r"precision(?:_config)? = \[([^\]]*)\]")
-_ALGORITHM = re.compile(
-    r"lhs_precision_type = (?P<cut>\w+),.*?num_primitive_operations = (?P<passes>\d+)"
-)
+_F32 = ("f32", "complex<f32>")
 _CALLBACK = re.compile(rb"python_(?:cpu|gpu)_callback")
 
 
@@ -261,26 +255,15 @@ def float_types(module: Module) -> frozenset[str]:
     with jax_mlir.make_ir_context() as context:
         parsed = ir.Module.parse(module.stablehlo, context)
         text = str(parsed.operation.get_asm(large_elements_limit=8))
-    cut = {
-        cut_to(multiplied_as("f32", precisions, algorithm), module.platform)
-        for precisions, algorithm in _products_of_f32(text)
-    }
+        cut: set[str] = set()
+
+        def visit(operation: ir.Operation) -> ir.WalkResult:
+            if operation.name in PRODUCTS and dtype_of(operation.operands[0]) in _F32:
+                cut.add(cut_to(multiplied_as("f32", *precision_of(operation)), module.platform))
+            return ir.WalkResult.ADVANCE
+
+        parsed.operation.walk(visit)
     return frozenset(_FLOAT_TYPE.findall(text)) | (cut - {""})
-
-
-def _products_of_f32(text: str) -> Iterator[tuple[list[str], str]]:
-    """(precision of each operand, dot algorithm or "") of each product or convolution of f32."""
-    for line in text.splitlines():
-        if (product := _PRODUCT.search(line)) is None or product["dtype"] != "f32":
-            continue
-        precisions = _PRECISION.search(line)
-        asked = re.findall(r"[A-Z]+", precisions[1]) if precisions else []
-        named = _ALGORITHM.search(line)
-        if named is None:
-            yield asked, ""
-        else:
-            passes = "" if named["passes"] == "1" else f"_x{named['passes']}"
-            yield asked, f"dot_{named['cut']}_f32{passes}"
 
 
 def has_host_callback(module: Module) -> bool:

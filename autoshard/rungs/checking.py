@@ -8,12 +8,15 @@ agree with it.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
 from autoshard.rungs.numerics import NumericsReport
 from autoshard.rungs.race import Footprint
 from autoshard.trial import Failure, Kind, Measurement, Stage
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,17 +137,9 @@ class Checking:
         for number, finalist in enumerate(finalists):
             if (self.passed or number) and self._should_stop():
                 return
-            self._tell(f"checking the numerics of {finalist.name}")
-            with self._touching([finalist.name]):
-                answer: object = self._bench.load(finalist.name, finalist.module)
-                if not isinstance(answer, Failure):
-                    answer = self._bench.numerics(finalist.name, reference)
-                self._bench.unload(finalist.name)
+            answer = self._asked(finalist, lambda name: self._bench.numerics(name, reference))
             if isinstance(answer, NumericsReport):
                 yield finalist.name, answer
-            else:
-                assert isinstance(answer, Failure)
-                self._fail(finalist.name, answer)
 
     def _check_finite(self, finalists: Sequence[Finalist]) -> None:
         """Of the unsharded step itself: right by definition, as long as it does not blow up.
@@ -152,26 +147,24 @@ class Checking:
         Where sums come in no order, as on GPUs, it may even differ from itself.
         """
         for finalist in finalists:
-            self._tell(f"checking the numerics of {finalist.name}")
-            with self._touching([finalist.name]):
-                answer: object = self._bench.load(finalist.name, finalist.module)
-                if not isinstance(answer, Failure):
-                    answer = self._bench.finite(finalist.name)
-                self._bench.unload(finalist.name)
-            if isinstance(answer, Failure):
-                self._fail(finalist.name, answer)
-            else:
+            if not isinstance(self._asked(finalist, self._bench.finite), Failure):
                 self.passed[finalist.name] = Verdict("unsharded")
 
     def _leave_unchecked(self, finalists: Sequence[Finalist]) -> None:
         for finalist in finalists:
-            with self._touching([finalist.name]):
-                loaded = self._bench.load(finalist.name, finalist.module)
-                self._bench.unload(finalist.name)
-            if isinstance(loaded, Failure):
-                self._fail(finalist.name, loaded)
-            else:
+            if not isinstance(self._asked(finalist, lambda name: None), Failure):
                 self.passed[finalist.name] = Verdict("unchecked")
+
+    def _asked(self, finalist: Finalist, question: Callable[[str], T]) -> T | Failure:
+        """What the bench says of a finalist while it is loaded; a failure is one of its own."""
+        self._tell(f"checking the numerics of {finalist.name}")
+        with self._touching([finalist.name]):
+            loaded = self._bench.load(finalist.name, finalist.module)
+            answer = loaded if isinstance(loaded, Failure) else question(finalist.name)
+            self._bench.unload(finalist.name)
+        if isinstance(answer, Failure):
+            self._fail(finalist.name, answer)
+        return answer
 
     def _check_each_other(self, group: Sequence[Finalist]) -> None:
         """Compares programs of the same knobs with one of them that most agree with.

@@ -9,7 +9,7 @@ from autoshard.target import find_target
 
 @pytest.mark.parametrize("named", ["cuda", "rocm"])
 def test_gpus_are_told_apart(named):
-    """As jaxlib's client of an H100 says it (jax 0.11.2): "gpu", and behind that "cuda"."""
+    """As jax itself reads a client (`jax._src.interpreters.pxla`); not seen on a GPU yet."""
     client = types.SimpleNamespace(platform="gpu", _raw_platform=named)
     assert lowering_platform(types.SimpleNamespace(platform="gpu", client=client)) == named
 
