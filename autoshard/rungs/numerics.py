@@ -42,6 +42,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard.rungs import norms
 from autoshard.rungs.pieces import over_pieces
 from autoshard.trial import Failure, Kind, Stage
 
@@ -204,7 +205,7 @@ def _moved(value: np.ndarray, share: float, rng: np.random.Generator) -> np.ndar
     up = np.unpackbits(bits, count=value.size).view(np.bool_)
 
     def move(old: np.ndarray, up: np.ndarray, new: np.ndarray) -> None:
-        new[:] = (_wide(old) * np.where(up, 1 + share, 1 - share)).astype(old.dtype)
+        new[:] = (norms.wide(old) * np.where(up, 1 + share, 1 - share)).astype(old.dtype)
 
     over_pieces(move, value, up, moved)
     return moved
@@ -238,7 +239,7 @@ def reference(
         NOISE_FACTOR * _apart(a, b) for a, b in zip(_changes(near, start), changes, strict=True)
     ]
     metrics_slack = tuple(
-        tuple(NOISE_FACTOR * _distance(a[0], b[0]) for a, b in zip(x, y, strict=True))
+        tuple(NOISE_FACTOR * norms.distance(a[0], b[0]) for a, b in zip(x, y, strict=True))
         for x, y in zip(near.metrics, trajectory.metrics, strict=True)
     )
     fine = coarse == _TOLERANCE
@@ -276,8 +277,8 @@ def _changes(trajectory: Trajectory, start: Sequence[np.ndarray]) -> list[_Chang
 def _apart(moved: _Change, change: _Change) -> float:
     """L2 norm of the difference of two changes; the share of integers that came out otherwise."""
     if not change.is_float:
-        return _distance(moved.new, change.new)
-    return _norm(_second, *moved, *change)
+        return norms.distance(moved.new, change.new)
+    return norms.norm(norms.second, *moved, *change)
 
 
 def _jumps(moved: _Change, change: _Change) -> float:
@@ -285,8 +286,8 @@ def _jumps(moved: _Change, change: _Change) -> float:
     if not change.is_float:
         return 0.0
 
-    largest = max(over_pieces(lambda *pair: _largest(_minus(*pair)), *change), default=0.0)
-    jump = max(over_pieces(lambda *both: _largest(_second(*both)), *moved, *change), default=0.0)
+    largest = norms.largest(norms.minus, *change)
+    jump = norms.largest(norms.second, *moved, *change)
     return _JUMP_FACTOR * largest if jump > _JUMP * largest else 0.0
 
 
@@ -302,9 +303,11 @@ def _kinks(part: _Change, moved: _Change, change: _Change, noise: float) -> floa
 
     def bent(*pieces: np.ndarray) -> np.ndarray:
         of_part, of_all, of_none = pieces[:2], pieces[2:4], pieces[4:]
-        return _minus(_second(*of_all, *of_none), _second(*of_part, *of_none) / _PART)
+        return norms.minus(
+            norms.second(*of_all, *of_none), norms.second(*of_part, *of_none) / _PART
+        )
 
-    bend = _norm(bent, *part, *moved, *change)
+    bend = norms.norm(bent, *part, *moved, *change)
     return math.sqrt(_ROUNDING / _PROBE) * bend if bend > 2 * noise else 0.0
 
 
@@ -352,7 +355,7 @@ def _leaf(
     coarse: float,
 ) -> LeafError:
     """The error of one leaf: of its change from `start`, or of its value where that is None."""
-    distance = max(_distance(copy, expected) for copy in copies)
+    distance = max(norms.distance(copy, expected) for copy in copies)
     if not jnp.issubdtype(expected.dtype, jnp.inexact):
         return LeafError(
             path=path,
@@ -362,11 +365,15 @@ def _leaf(
             copies=len(copies),
         )
     tolerance = max(coarse, _leaf_tolerance(expected.dtype))
-    change = _norm(_wide, expected) if start is None else _norm(_minus, expected, start)
+    change = (
+        norms.norm(norms.wide, expected)
+        if start is None
+        else norms.norm(norms.minus, expected, start)
+    )
     scale = change + slack / tolerance
     if scale == 0:  # nothing may move: any difference is measured against the values themselves
         eps = float(jnp.finfo(expected.dtype).eps)
-        scale = eps * _norm(_wide, expected) + _TINY
+        scale = eps * norms.norm(norms.wide, expected) + _TINY
     return LeafError(
         path=path,
         error=min(distance / scale, float(np.finfo(np.float64).max)),
@@ -421,49 +428,6 @@ def _blown(
         same = (copy == start) & (copy == expected)
         bad, blown = bad & ~same, blown & ~same & (expected != start)
     return int(bad.sum()), int(blown.sum())
-
-
-def _wide(value: np.ndarray) -> np.ndarray:
-    """As float64 or complex128."""
-    return value.astype(np.complex128 if value.dtype.kind == "c" else np.float64)
-
-
-def _minus(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """The change in double precision; values that are no numbers, and equal infinities, are 0."""
-    with np.errstate(invalid="ignore"):
-        return np.where(new == old, 0, _wide(new) - _wide(old))
-
-
-def _second(new: np.ndarray, old: np.ndarray, then: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """The difference of two changes."""
-    return _minus(_minus(new, old), _minus(then, before))
-
-
-def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    """L2 norm of the difference of floats; else the share of elements that differ."""
-    if jnp.issubdtype(a.dtype, jnp.inexact):
-        return _norm(_minus, a, b)
-    return sum(over_pieces(_differing, a, b)) / a.size if a.size else 0.0
-
-
-def _differing(a: np.ndarray, b: np.ndarray) -> int:
-    return int(np.count_nonzero(a != b))
-
-
-def _largest(value: np.ndarray) -> float:
-    return float(np.max(np.abs(value), initial=0, where=np.isfinite(value)))
-
-
-def _norm(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> float:
-    """L2 norm of what a function makes of arrays, element by element; what is not finite is 0."""
-
-    def squares(*pieces: np.ndarray) -> float:
-        value = np.abs(function(*pieces))
-        with np.errstate(over="ignore"):
-            return float(np.sum(np.square(value), where=np.isfinite(value)))
-
-    with np.errstate(over="ignore"):
-        return float(np.sqrt(np.sum(over_pieces(squares, *arrays))))
 
 
 def _leaf_tolerance(dtype: np.dtype) -> float:
