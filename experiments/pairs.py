@@ -31,8 +31,8 @@ _NEAR = RaceSettings().near
 """Processes may differ by so much; the races of a search take the same for near."""
 
 _PROCESSES = 4, 12
-"""At least and at most so many are asked about a ratio near 1. Where they differ by 3 %, twelve are
-needed for an interval of 2 %."""
+"""At least so many are asked about a ratio near 1, and at most so many about any. Where they differ
+by 3 %, twelve are needed for an interval of 2 %."""
 
 _SETTLING = 10
 
@@ -153,13 +153,12 @@ def parts_of(
 def wants_another(found: Comparison) -> bool:
     """Whether one more process should be asked.
 
-    Not where the ratio is far from 1; else there should be four, and up to twelve while the
-    interval is too wide.
+    Up to twelve while the interval is too wide, and four at least where the ratio is near 1: far
+    from it processes differ by less than would matter.
     """
-    if found.high < 1 / _NEAR or found.low > _NEAR:
-        return False
     asked = len(found.processes)
-    return asked < _PROCESSES[0] or (asked < _PROCESSES[1] and not found.decided)
+    far = found.high < 1 / _NEAR or found.low > _NEAR
+    return asked < _PROCESSES[1] and (not found.decided or (asked < _PROCESSES[0] and not far))
 
 
 def in_processes(ask: Callable[[int, float], Comparison], limit_s: float) -> Comparison:

@@ -78,22 +78,25 @@ def test_processes_that_agree_by_luck_are_no_surer_than_their_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "asked"),
+    ("ratios", "spread", "asked"),
     [
-        ((0.9,), 1),  # far from 1
-        ((1.2,), 1),
-        ((1.0,) * 8, 4),
-        ((0.98, 1.02) * 4, 7),  # until the interval is narrow
-        ((0.95, 1.05) * 6, 12),  # or nobody asks any more
+        ((0.9,), 0.01, 1),  # far from 1
+        ((1.2,), 0.01, 1),
+        ((0.5,) * 8, 0.1, 7),  # far, but the pairs of fewer leave the interval too wide
+        ((1.0,) * 8, 0.01, 4),
+        ((0.98, 1.02) * 4, 0.01, 7),  # until the interval is narrow
+        ((0.95, 1.05) * 6, 0.01, 12),  # or nobody asks any more
     ],
 )
-def test_processes_are_asked_where_they_could_decide(ratios: tuple[float, ...], asked: int) -> None:
+def test_processes_are_asked_where_they_could_decide(
+    ratios: tuple[float, ...], spread: float, asked: int
+) -> None:
     limits: list[float] = []
 
     def ask(number: int, limit_s: float) -> Comparison:
         assert number == len(limits)
         limits.append(limit_s)
-        return process(ratios[number])
+        return process(ratios[number], spread)
 
     found = in_processes(ask, 8.0)
     assert len(found.processes) == asked
