@@ -9,7 +9,7 @@ Command: python -m experiments.fidelity
 Cost: on 2 quiet cores, for all three parts of a case on 4 devices with --limit=60: 19 minutes for
   the recurrent network, 29 for the decoder without its part by hand (about 60 programs are compiled
   and run in --rounds rounds; a comparison takes up to --limit seconds in its first process, and a
-  quarter of that in each further one, of up to twelve).
+  quarter of that in each further one, of up to 24).
 Expected: the goals that docs/fidelity.md states; what misses one is red.
 
 Each part of each case runs in a process of its own and leaves results/fidelity/<case>-<devices>/

@@ -30,9 +30,9 @@ _HALF_WIDTH = 0.02
 _NEAR = RaceSettings().near
 """Processes may differ by so much; the races of a search take the same for near."""
 
-_PROCESSES = 4, 12
+_PROCESSES = 4, 24
 """At least so many are asked about a ratio near 1, and at most so many about any. Where they differ
-by 3 %, twelve are needed for an interval of 2 %."""
+by 3 %, twelve are needed for an interval of 2 %; where by 4.5, twenty-two."""
 
 _SETTLING = 10
 
@@ -153,7 +153,7 @@ def parts_of(
 def wants_another(found: Comparison) -> bool:
     """Whether one more process should be asked.
 
-    Up to twelve while the interval is too wide, and four at least where the ratio is near 1: far
+    Up to 24 while the interval is too wide, and four at least where the ratio is near 1: far
     from it processes differ by less than would matter.
     """
     asked = len(found.processes)

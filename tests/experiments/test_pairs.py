@@ -85,7 +85,7 @@ def test_processes_that_agree_by_luck_are_no_surer_than_their_pairs() -> None:
         ((0.5,) * 8, 0.1, 7),  # far, but the pairs of fewer leave the interval too wide
         ((1.0,) * 8, 0.01, 4),
         ((0.98, 1.02) * 4, 0.01, 7),  # until the interval is narrow
-        ((0.95, 1.05) * 6, 0.01, 12),  # or nobody asks any more
+        ((0.95, 1.05) * 12, 0.01, 24),  # or nobody asks any more
     ],
 )
 def test_processes_are_asked_where_they_could_decide(
