@@ -1,10 +1,11 @@
 """What a change of the densest dimension costs a loop: elements leave their cache lines.
 
-A loop that moves elements from one densest dimension to another touches a cache line for each of
-them. Where few elements follow each other in one of the two, their lines stay in the cache until
-the others are wanted, and little is lost. Else the more of these lines share a set of the cache,
-the farther away they have gone until then: many do where they lie a large power of two apart, as in
-arrays with powers of two for extents (`docs/decisions/0032-lines-that-share-a-set.md`).
+A loop that moves elements from one densest dimension to another takes each from a cache line of its
+own, one after another. The more of these lines share a set of the cache, the farther away they have
+gone until the next element of them is wanted: many do where they lie a large power of two apart, as
+in arrays with powers of two for extents (`docs/decisions/0032-lines-that-share-a-set.md`). Where
+few elements follow each other in one of the two dimensions, they have not gone
+(`docs/decisions/0037-few-elements-in-a-row.md`).
 """
 
 import math
@@ -31,7 +32,7 @@ class Lines(NamedTuple):
     """What becomes of the cache lines that a loop reads.
 
     Attributes:
-      crossed: it leaves each after one element, and they do not stay until it comes back.
+      crossed: it leaves each after one element.
       crowding: what an element costs whose line shares a set with more than the set holds, in units
         of one that shares it with `CROWDED_LINES`; else 0.
     """
@@ -56,7 +57,7 @@ def lines_read(
     if not after or before[0] == after[0]:
         return STAY
     if min(extents[before[0]], extents[after[0]]) * bytes_each <= LINE_BYTES:
-        return STAY
+        return Lines(True, 0.0)
     between = after[: after.index(before[0])]  # it goes over these before it comes back to a line
     lines = math.prod(extents[d] for d in between)
     strides = [

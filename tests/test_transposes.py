@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard import hlo
-from autoshard.cache_lines import STAY, lines_read
+from autoshard.cache_lines import Lines, lines_read
 from autoshard.compat.executable import compile_module
 from autoshard.cost import CostModel
 from autoshard.hlo.steps import Launch, Steps
@@ -192,8 +192,10 @@ def test_the_more_lines_share_a_set_the_more_they_crowd(
     assert crowding == pytest.approx((sharing / 256) ** 0.5 if sharing else 0.0)
 
 
-def test_short_rows_stay_in_their_lines() -> None:
-    assert lines_read((512, 16), (1, 0), (0, 1), 4.0) == STAY
+def test_short_rows_cross_lines_that_have_not_gone() -> None:
+    for before, after in (((1, 0), (0, 1)), ((0, 1), (1, 0))):
+        assert lines_read((4096, 16), before, after, 4.0) == Lines(crossed=True, crowding=0.0)
+        assert lines_read((4096, 17), before, after, 4.0).crowding > 0.0
 
 
 def test_both_rungs_count_what_collides() -> None:
