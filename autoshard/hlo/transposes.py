@@ -12,10 +12,15 @@ def transposed(
 ) -> tuple[int, Lines]:
     """Elements that a copy or transpose reads across cache lines, and how; 0 for all else.
 
+    A copy that is fused with the product that reads it is never made: the product's loop, over rows
+    of its result, reads what the copy would have, along the contracted dimension.
+
     Args:
       fused: it is part of a kernel: what goes into it elementwise is read just so, each array.
     """
     if instruction.opcode not in ("copy", "transpose"):
+        return 0, STAY
+    if fused and _is_read_by_a_product(instruction, computation):
         return 0, STAY
     source, made = computation.find(instruction.operands[0]).shape, instruction.shape
     if instruction.opcode == "transpose":
@@ -28,6 +33,13 @@ def transposed(
     if not how.crossed:
         return 0, how
     return made.size * (_arrays(instruction, computation) if fused else 1), how
+
+
+def _is_read_by_a_product(instruction: Instruction, computation: Computation) -> bool:
+    return any(
+        other.opcode == "dot" and instruction.name in other.operands
+        for other in computation.instructions
+    )
 
 
 def _arrays(instruction: Instruction, computation: Computation) -> int:

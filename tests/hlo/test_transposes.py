@@ -80,6 +80,16 @@ ENTRY %main (x: f32[40,50]) -> f32[40,50] {
     assert launched(parse(text)) == [2000.0]
 
 
+def test_a_copy_fused_with_the_product_that_reads_it_is_not_made(  # type: ignore[no-untyped-def]
+    compile_hlo,
+) -> None:
+    x, weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1128), (376, 1128)))
+    module = compile_hlo(lambda x, w: jnp.tanh(x @ w.T), x, weights)
+    opcodes = [{i.opcode for i in c.instructions} for c in module.computations]
+    assert any({"copy", "dot"} <= found for found in opcodes)  # fused: XLA's loop for one row
+    assert sum(launched(module)) == 0.0
+
+
 def test_compiled_for_cpu(compile_hlo) -> None:  # type: ignore[no-untyped-def]
     x = jax.ShapeDtypeStruct((40, 50), jnp.float32)
     assert sum(launched(compile_hlo(lambda x: x.T + 1.0, x))) == 2000.0
