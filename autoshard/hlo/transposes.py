@@ -12,15 +12,13 @@ def transposed(
 ) -> tuple[int, Lines]:
     """Elements that a copy or transpose reads across cache lines, and how; 0 for all else.
 
-    A copy that is fused with the product that reads it is never made: the product's loop, over rows
-    of its result, reads what the copy would have, along the contracted dimension.
+    A copy that is fused with the product that reads it is never made: the product's loop reads what
+    the copy would have, in order where that lies along the contracted dimension.
 
     Args:
       fused: it is part of a kernel: what goes into it elementwise is read just so, each array.
     """
     if instruction.opcode not in ("copy", "transpose"):
-        return 0, STAY
-    if fused and _is_read_by_a_product(instruction, computation):
         return 0, STAY
     source, made = computation.find(instruction.operands[0]).shape, instruction.shape
     if instruction.opcode == "transpose":
@@ -29,17 +27,24 @@ def transposed(
         dimensions = tuple(range(len(made.dims)))
     # Both in dimensions of what is made.
     before = [dimensions.index(d) for d in _densest_first(source)]
+    if fused and set(before[:1]) & _contracted(instruction, computation):
+        return 0, STAY
     how = lines_read(made.dims, before, _densest_first(made), made.bytes / max(made.size, 1))
     if not how.crossed:
         return 0, how
     return made.size * (_arrays(instruction, computation) if fused else 1), how
 
 
-def _is_read_by_a_product(instruction: Instruction, computation: Computation) -> bool:
-    return any(
-        other.opcode == "dot" and instruction.name in other.operands
+def _contracted(instruction: Instruction, computation: Computation) -> set[int]:
+    """Dimensions of an instruction that products beside it sum over."""
+    return {
+        dimension
         for other in computation.instructions
-    )
+        if other.opcode == "dot"
+        for side, operand in zip(("lhs", "rhs"), other.operands, strict=True)
+        if operand == instruction.name
+        for dimension in other.ints(f"{side}_contracting_dims")
+    }
 
 
 def _arrays(instruction: Instruction, computation: Computation) -> int:

@@ -90,6 +90,28 @@ def test_a_copy_fused_with_the_product_that_reads_it_is_not_made(  # type: ignor
     assert sum(launched(module)) == 0.0
 
 
+@pytest.mark.parametrize(("contracted", "elements"), [(1, 0), (0, 2000)])
+def test_a_fused_product_reads_in_order_what_lies_densest(contracted: int, elements: int) -> None:
+    length, rest = (50, 40) if contracted else (40, 50)
+    text = f"""HloModule m, is_scheduled=true
+
+%f (p: f32[40,50], v: f32[{length}]) -> f32[{rest}] {{
+  %p = f32[40,50]{{1,0}} parameter(0)
+  %v = f32[{length}]{{0}} parameter(1)
+  %c = f32[40,50]{{0,1}} copy(%p)
+  ROOT %d = f32[{rest}]{{0}} dot(%v, %c), lhs_contracting_dims={{0}}, rhs_contracting_dims={{{contracted}}}
+}}
+
+ENTRY %main (x: f32[40,50], y: f32[{length}]) -> f32[{rest}] {{
+  %x = f32[40,50]{{1,0}} parameter(0)
+  %y = f32[{length}]{{0}} parameter(1)
+  ROOT %fusion = f32[{rest}]{{0}} fusion(%x, %y), kind=kLoop, calls=%f
+}}
+"""
+    body = parse(text).find("f")
+    assert transposed(body.find("c"), body, True)[0] == elements
+
+
 def test_compiled_for_cpu(compile_hlo) -> None:  # type: ignore[no-untyped-def]
     x = jax.ShapeDtypeStruct((40, 50), jnp.float32)
     assert sum(launched(compile_hlo(lambda x: x.T + 1.0, x))) == 2000.0
