@@ -40,7 +40,7 @@ from autoshard.precision import precise_rates
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 18
+REVISION = 19
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _DRAWS = 5  # of 6 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
@@ -59,6 +59,7 @@ _TINY = 64  # products in the probe of fixed costs, each with one scaling after 
 # float32, 3 MB on each device; no powers of two, whose columns share cache sets.
 _MATRIX = 760, 1000
 _ALIGNED = 512, 512  # their columns take two sets
+_SUMMED = 512, 256  # products on each device; it has one array of them, or two of half the rows
 _FRESH_DEVICES = 8  # enough to keep every core busy; on all of a large mesh it would be gigabytes
 _SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device of a fake mesh
 _LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a dispatch
@@ -95,6 +96,9 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         probes["transposed"] = program(_swapped, some, *_MATRIX)
         probes["aligned"] = program(lambda x: x * 1.5, some, *_ALIGNED)
         probes["collided"] = program(_swapped, some, *_ALIGNED)
+        for way, dimension in (("along", 2), ("across", 1)):
+            probes["summed", way, 1] = program(_summed(dimension, 1), some, *_SUMMED)
+            probes["summed", way, 2] = program(_summed(dimension, 2), some, *_SUMMED)
     else:
         idle_s = least_of_rounds({"nothing": probes["nothing"]})["nothing"]
         sized = on_accelerator(mesh, target.memory_bytes, idle_s)
@@ -146,6 +150,8 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
         transposed_s=transposed_s(seconds, few) if shared else 0.0,
         collided_s=collided_s(seconds, few) if shared else 0.0,
+        degenerate_s=degenerate_s(seconds, few, "along") if shared else 0.0,
+        degenerate_across_s=degenerate_s(seconds, few, "across") if shared else 0.0,
         turned_flops_per_s=rates["turned convolution"] if shared else 0.0,
         unvectorized_flops_per_s=min(rates["unvectorized"], rates["elements"]) if shared else 0.0,
         loop_parts=_loop_parts(target) if shared else 1,
@@ -263,6 +269,28 @@ def collided_s(seconds: Mapping[object, float], devices: int) -> float:
     """
     beyond = (seconds["collided"] - seconds["aligned"]) / (devices * math.prod(_ALIGNED))
     return max(beyond, transposed_s(seconds, devices))
+
+
+def degenerate_s(seconds: Mapping[object, float], devices: int, way: str) -> float:
+    """What a product takes that is summed beside a dimension of one, beyond one beside two.
+
+    Args:
+      seconds: of the probes ("summed", way, 1) and ("summed", way, 2).
+      devices: that took part.
+      way: "along" where what is added up lies densely, or "across".
+    """
+    beyond = seconds["summed", way, 1] - seconds["summed", way, 2]
+    return max(0.0, beyond) / (devices * math.prod(_SUMMED))
+
+
+def _summed(dimension: int, arrays: int) -> Callable[[jax.Array], jax.Array]:
+    """A program that sums products over a dimension of so many arrays on each device."""
+
+    def summed(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0] * arrays, x.shape[1] // arrays, x.shape[2])
+        return jnp.sum(x * (x + 1.0), axis=dimension)
+
+    return summed
 
 
 def _swapped(x: jax.Array) -> jax.Array:

@@ -26,13 +26,14 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 38
+MODEL_REVISION = 39
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `siting`, `rewrite`,
 `specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`, `cache_lines`,
-`convolutions`, `vectorization` or `rungs` (propagate, sending, own_sends), to what `compat` reads
-of a module or tells the partitioner, or to which constraints `constraints.told` keeps.
+`convolutions`, `vectorization`, `degenerate` or `rungs` (propagate, sending, own_sends), to what
+`compat` reads of a module or tells the partitioner, or to which constraints `constraints.told`
+keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
@@ -130,6 +131,9 @@ class Constants:
         its bytes take; on a shared host alone.
       collided_s: the same where the lines push each other out of the cache, of a crowding of 1
         (`cache_lines`); 0 for as long as those that do not.
+      degenerate_s: seconds for each element of a sum of products beside a dimension of one element
+        (`degenerate`), beyond its arithmetic and its bytes; on a shared host alone.
+      degenerate_across_s: the same where what is added up does not lie densely.
       turned_flops_per_s: convolutions that no library takes (`convolutions`); 0 for as fast as
         those that one does.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
@@ -155,6 +159,8 @@ class Constants:
     fresh_s_per_byte: float = 0.0
     transposed_s: float = 0.0
     collided_s: float = 0.0
+    degenerate_s: float = 0.0
+    degenerate_across_s: float = 0.0
     turned_flops_per_s: float = 0.0
     array_s: float = 0.0
     unvectorized_flops_per_s: float = 0.0
@@ -248,6 +254,8 @@ class CostModel:
         dtypes: Sequence[str],
         transposed: np.ndarray | float = 0.0,
         collided: np.ndarray | float = 0.0,
+        degenerate: np.ndarray | float = 0.0,
+        degenerate_across: np.ndarray | float = 0.0,
         turned: np.ndarray | bool = False,
         vectorized: np.ndarray | bool = True,
         touched: np.ndarray | None = None,
@@ -259,6 +267,8 @@ class CostModel:
           dtypes: of a product's operands; "" for other kernels.
           transposed: elements that a kernel reads across cache lines.
           collided: those whose lines push each other out of the cache, each by its crowding.
+          degenerate, degenerate_across: elements of sums of products beside a dimension of one, by
+            whether what is added up lies densely.
           turned: whether it is a convolution that no library takes.
           vectorized: whether it does not do its arithmetic element by element.
           touched: as `memory_s` has it.
@@ -275,6 +285,7 @@ class CostModel:
         if c.shared:
             each = np.where([bool(dtype) for dtype in dtypes], arithmetic_s + memory_s, each)
         each = each + self._across_lines_s(transposed, collided) + c.launch_s
+        each = each + self._degenerate_s(degenerate, degenerate_across)
         return float(self._devices * np.dot(each, trips)) * self.correction.compute
 
     def memory_s(self, bytes_: Any, touched: Any = None) -> Any:
@@ -295,6 +306,11 @@ class CostModel:
         if not c.collided_s:
             return crossing * c.transposed_s
         return (crossing - colliding) * c.transposed_s + colliding * c.collided_s
+
+    def _degenerate_s(self, along: Any, across: Any) -> Any:
+        """Seconds of sums of products beside a dimension of one, beyond what others take."""
+        c = self.constants
+        return along * c.degenerate_s + across * c.degenerate_across_s
 
     def handing_s(self, arrays: int) -> float:
         """Seconds in which the host hands a step so many arrays, and takes back what it returns."""
@@ -339,6 +355,7 @@ class CostModel:
         packed = c.shared and work.matmul_flops
         each = busy + memory_s if packed else max(busy, memory_s)
         each += self._across_lines_s(work.transposed, work.collided)
+        each += self._degenerate_s(work.degenerate, work.degenerate_across)
         return self._devices * (each + c.launch_s) * self.correction.compute
 
     def collective_s(self, one: Collective, mesh: MeshShape) -> float:

@@ -128,6 +128,22 @@ class Fusion:
                     reads[operand] += 2.0  # to copy it, and what is written then
         return reads, flops, transposed
 
+    def summed_product(self, v: int) -> int:
+        """The product of two arrays that a kernel of XLA:CPU makes and sums over one dimension.
+
+        -1 where it does nothing of the kind. See `degenerate`.
+        """
+        ops = self._ops
+        if self._by_cost or v not in ops.summed:
+            return -1
+        made = ops.operands[v][0]
+        while ops.parents[made] >= 0:
+            made = ops.parents[made]
+        if ops.op_of[made] != "stablehlo.multiply" or self._is_read(made, v):
+            return -1
+        factors = set(ops.operands[made])
+        return -1 if len(factors) < 2 or any(map(ops.is_fill, factors)) else made
+
     def _ask(self, v: int, part: float, operands: list[int], parts: dict[int, float]) -> None:
         """Adds to the parts of values that a kernel needs what part of a value needs of them."""
         slices = self._ops.op_of[v] in SLICES

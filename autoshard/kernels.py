@@ -8,6 +8,7 @@ Not modelled: XLA's algebraic simplification, layout changes, and buffer reuse i
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,22 @@ _FILLS_EARLY = frozenset({"cuda", "rocm"})
 
 So seen with XLA:GPU (jax 0.10.2). Not so libtpu 0.0.42, by the peaks it says (docs/decisions/0026).
 """
+
+
+class SummedProduct(NamedTuple):
+    """A product of two arrays that a kernel makes and sums over one of its dimensions.
+
+    Attributes:
+      kernel: its number.
+      tag: of the operation that makes the product.
+      extents: of the product if nothing is sharded.
+      dimension: that is summed over.
+    """
+
+    kernel: int
+    tag: int
+    extents: tuple[int, ...]
+    dimension: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +73,7 @@ class KernelTable:
         devices; else -1.
       transposed_arrays: (t,) how many arrays of its size are read for it, each across cache lines.
       transposed_crowding: (t,) how much the lines push each other out of the cache (`cache_lines`).
+      summed_products: what XLA:CPU hands to a library as sums of products (`degenerate`).
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
         a constraint count where a layout makes it another array than what it constrains.
@@ -92,6 +110,7 @@ class KernelTable:
     transposed_product: np.ndarray
     transposed_arrays: np.ndarray
     transposed_crowding: np.ndarray
+    summed_products: tuple[SummedProduct, ...]
     buffer: np.ndarray
     live_from: np.ndarray
     live_to: np.ndarray
@@ -139,6 +158,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
     read_scale: list[float] = []
     transposed_kernel: list[int] = []
     transposed: list[Transposed] = []
+    summed: list[tuple[int, int]] = []
     touches: list[list[int]] = [[] for _ in range(n)]
     for v in range(n):
         if not written[v] or ops.op_of[v] in _NO_KERNELS:
@@ -150,6 +170,8 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         k = len(kernel_value)
         transposed_kernel += [k] * len(turned)
         transposed += turned
+        if (product := fusion.summed_product(v)) >= 0:
+            summed.append((k, product))
         kernel_value.append(v)
         kernel_flops.append(flops)
         kernel_trips.append(ops.trip_of[v])
@@ -221,6 +243,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         transposed_product=np.array([t.product for t in transposed], dtype=int),
         transposed_arrays=np.array([t.arrays for t in transposed], dtype=int),
         transposed_crowding=np.array([t.crowding for t in transposed], dtype=float),
+        summed_products=_summed_products(ops, kernel_value, summed),
         buffer=np.array(buffer, dtype=int),
         live_from=live_from,
         live_to=live_to,
@@ -231,6 +254,22 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         operands=ops.contracting,
         sent=tuple(ops.sent),
         assumptions=tuple(dict.fromkeys(ops.assumptions)),
+    )
+
+
+def _summed_products(
+    ops: Operations, kernel_value: list[int], found: list[tuple[int, int]]
+) -> tuple[SummedProduct, ...]:
+    """Kernels with the products that they sum."""
+    tag_of = {first: tag for tag, (first, _) in ops.tags.items()}
+    return tuple(
+        SummedProduct(
+            kernel=kernel,
+            tag=tag_of[product],
+            extents=ops.dims[product],
+            dimension=ops.summed[kernel_value[kernel]],
+        )
+        for kernel, product in found
     )
 
 

@@ -127,6 +127,7 @@ class Operations:
       contracting: tags of products and convolutions with the values they take.
       turned: values of convolutions that XLA turns around (`convolutions`).
       transposed: by the value an operation makes, the values it transposes (`transposes`), and how.
+      summed: by the value a `reduce` makes, the dimension of one array that it adds up.
       length: the last position.
       platform: that the module was lowered for.
       sent: what the user's own manual regions send.
@@ -155,6 +156,7 @@ class Operations:
         self.contracting: dict[int, tuple[int, ...]] = {}
         self.turned: set[int] = set()
         self.transposed: dict[int, dict[int, Lines]] = {}
+        self.summed: dict[int, int] = {}
         self.length = 0
         self.sent: list[OwnSend] = []
         self.assumptions: list[str] = []
@@ -248,6 +250,8 @@ class Operations:
                 self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
         if name == _CONVOLUTION and convolution(op).turned:
             self.turned.add(first)
+        if name == "stablehlo.reduce" and (dimension := stablehlo.summed_dimension(op)) >= 0:
+            self.summed[first] = dimension
         if how := transposed_operands(op):
             made = name == "stablehlo.transpose"  # in parts as its result, not as its operand
             self.transposed[first] = {first if made else operands[i]: t for i, t in how.items()}

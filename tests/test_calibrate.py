@@ -12,6 +12,7 @@ from autoshard.calibrate import (
     bandwidths,
     chip_of_kind,
     collided_s,
+    degenerate_s,
     fresh_s_per_byte,
     least_of_rounds,
     median_of_draws,
@@ -53,6 +54,7 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     assert rates[-1] == constants.bandwidth_bytes_per_s
     assert 0 <= constants.fresh_s_per_byte < 1e-7
     assert 0 <= constants.transposed_s <= constants.collided_s < 1e-6
+    assert 0 <= constants.degenerate_s < 1e-7 and 0 <= constants.degenerate_across_s < 1e-7
     assert 0 < constants.turned_flops_per_s < constants.contract_flops_per_s
     assert 0 < constants.unvectorized_flops_per_s <= constants.element_flops_per_s
     assert constants.loop_parts >= 1
@@ -180,6 +182,18 @@ def test_a_transposed_element_costs_what_a_straight_one_does_not():
     seconds |= {"aligned": 0.001, "collided": 0.001 + 4 * 512 * 512 * 5e-9}
     assert collided_s(seconds, 4) == pytest.approx(5e-9)
     assert collided_s({**seconds, "collided": 0.001}, 4) == pytest.approx(1e-9)  # no less
+
+
+def test_a_product_summed_beside_one_element_costs_what_one_beside_two_does_not():
+    elements = 4 * 512 * 256
+    seconds = {
+        ("summed", "along", 1): 0.001 + elements * 2e-9,
+        ("summed", "along", 2): 0.001,
+        ("summed", "across", 1): 0.001,
+        ("summed", "across", 2): 0.002,
+    }
+    assert degenerate_s(seconds, 4, "along") == pytest.approx(2e-9)
+    assert degenerate_s(seconds, 4, "across") == 0.0
 
 
 def test_the_file_holds_date_digest_and_identity(constants, calibration):

@@ -17,6 +17,7 @@ LAYERS = (
         "subaxes",
         "cache_lines",
         "convolutions",
+        "degenerate",
         "host",
         "precision",
         "vectorization",

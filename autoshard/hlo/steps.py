@@ -21,6 +21,7 @@ from autoshard.hlo.flops import (
 from autoshard.hlo.loops import vectorizes
 from autoshard.hlo.records import Computation, HloModule, Instruction
 from autoshard.hlo.slices import crossing, mesh_of_slice, rendezvous
+from autoshard.hlo.sums import degenerate_sums
 from autoshard.hlo.traffic import FREE, FREE_CALLS, HOST, Traffic
 from autoshard.hlo.transposes import transposed
 from autoshard.hlo.trips import trip_count
@@ -280,6 +281,7 @@ class Steps:
             inside.assumptions[said] = None
             cycles = None
         slow = inside.loops and not vectorizes(instruction)
+        along, across = degenerate_sums(instruction, self._module)
         yield Launch(
             work=Work(
                 opcode=opcode,
@@ -291,6 +293,8 @@ class Steps:
                 turned_flops=inside.turned_flops,
                 transposed=inside.transposed,
                 collided=inside.collided,
+                degenerate=along,
+                degenerate_across=across,
                 bytes=max(inside.bytes, moved) if opcode == "fusion" else inside.bytes or moved,
                 cycles=int(cycles[1]) if cycles else None,
                 declared=inside.declared,

@@ -10,6 +10,7 @@ from autoshard.analysis import Analysis
 from autoshard.compat import shardings, stablehlo
 from autoshard.compat.judged import Judged
 from autoshard.cost import Constants, CostModel
+from autoshard.degenerate import is_across, is_degenerate
 from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
@@ -132,6 +133,7 @@ class Propagator:
             )
             for weights in (crossing, crossing * kernels.transposed_crowding)
         )
+        along, across = self._degenerate(judged, sizes)
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
         block = _peak_of(kernels, local, spikes)
@@ -144,6 +146,8 @@ class Propagator:
             kernels.kernel_dtypes,
             transposed=transposed,
             collided=collided,
+            degenerate=along,
+            degenerate_across=across,
             turned=kernels.kernel_turned,
             touched=_touched(kernels, traffic, trips, peak),
             vectorized=self._vectorized(judged, sizes, flops, traffic, cost.constants),
@@ -192,6 +196,25 @@ class Propagator:
         parts = np.clip(traffic // PART_BYTES, 1, constants.loop_parts)
         parts = np.where((parts == 2) & (flops > traffic), 3, parts)  # for arithmetic, some more
         return ~kernels.kernel_loops | is_vectorized(np.ceil(extents), parts)
+
+    def _degenerate(
+        self, judged: Judged | None, sizes: dict[str, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Elements of each kernel's sums of products beside a dimension of one (`degenerate`).
+
+        Returns:
+          Where what is added up lies densely, and where it does not.
+        """
+        kernels = self._analysis.kernels
+        along, across = np.zeros((2, len(kernels.kernel_value)))
+        for one in kernels.summed_products:
+            (dims, *_) = (judged and judged.dims.get(one.tag)) or ((),)
+            parts = [ways(axes, sizes) for axes in dims] if any(dims) else [1] * len(one.extents)
+            extents = [math.ceil(n / k) for n, k in zip(one.extents, parts, strict=True)]
+            if is_degenerate(extents, one.dimension):
+                kind = across if is_across(extents, one.dimension) else along
+                kind[one.kernel] += math.prod(extents)
+        return along, across
 
     def _regathered(
         self, judged: Judged, sizes: dict[str, int], divided: np.ndarray

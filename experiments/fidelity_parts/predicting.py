@@ -23,11 +23,16 @@ from experiments.fidelity_parts.store import Case, Store, Task, provenance, read
 _BESIDE = {
     "bandwidths": "bandwidth_bytes_per_s",
     "collided_s": "transposed_s",
+    "degenerate_s": "element_flops_per_s",
+    "degenerate_across_s": "element_flops_per_s",
     "turned_flops_per_s": "contract_flops_per_s",
     "unvectorized_flops_per_s": "element_flops_per_s",
     "array_s": "launch_s",
 }
-"""Constants that older calibrations lack -> one of the same kind that they have."""
+"""Constants that older calibrations lack -> one that they have, and that goes with it.
+
+In proportion where both are rates, or both seconds; else the other way round.
+"""
 
 
 class OtherProgramsError(RuntimeError):
@@ -116,8 +121,13 @@ def completed(own: dict[str, Any], here: Constants) -> Constants:
     for name, beside in _BESIDE.items():
         if name not in own and getattr(here, beside):
             scale = found[beside] / getattr(here, beside)
-            found[name] = _times(getattr(here, name), scale)
+            alike = _is_duration(name) == _is_duration(beside)
+            found[name] = _times(getattr(here, name), scale if alike else 1 / scale)
     return Constants.from_json(found)
+
+
+def _is_duration(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_per_s")
 
 
 def _times(figure: Any, scale: float) -> Any:

@@ -311,13 +311,16 @@ def test_what_a_sample_did_not_calibrate_is_in_proportion_to_what_it_did() -> No
         transposed_s=1e-10,
         collided_s=3e-10,
         array_s=1e-6,
+        degenerate_s=4e-9,
     )
     own = here.to_json() | {"bandwidth_bytes_per_s": 2e10, "transposed_s": 2e-10}
-    for name in ("bandwidths", "collided_s"):
+    own["element_flops_per_s"] = 2 * CONSTANTS.element_flops_per_s
+    for name in ("bandwidths", "collided_s", "degenerate_s"):
         del own[name]
     found = predicting.completed(json.loads(json.dumps(own)), here)
     assert found.bandwidths == ((1, 8e10), (2, 2e10))
     assert found.collided_s == pytest.approx(6e-10) and found.array_s == 1e-6
+    assert found.degenerate_s == pytest.approx(2e-9)  # twice as fast
     accelerator = dataclasses.replace(here, transposed_s=0.0, collided_s=0.0)
     assert predicting.completed(own, accelerator).collided_s == 0.0
 
