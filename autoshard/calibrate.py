@@ -27,6 +27,7 @@ from autoshard.compat.device_order import known_kind
 from autoshard.cost import (
     FRESH_FROM_BYTES,
     GATHERS_AT_ONCE,
+    GATHERS_OUTERMOST,
     KINDS,
     MOVES_INVARIANTS,
     ONE_BY_ONE,
@@ -40,7 +41,7 @@ from autoshard.precision import precise_rates
 from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 19
+REVISION = 20
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _DRAWS = 5  # of 6 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
@@ -146,6 +147,7 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         folds_sums=target.platform not in SUMS_APART,
         one_by_one=target.platform in ONE_BY_ONE,
+        gathers_outermost=target.platform in GATHERS_OUTERMOST,
         moves_invariants=target.platform in MOVES_INVARIANTS,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
         transposed_s=transposed_s(seconds, few) if shared else 0.0,

@@ -26,14 +26,14 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 39
+MODEL_REVISION = 40
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `siting`, `rewrite`,
 `specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`, `cache_lines`,
-`convolutions`, `vectorization`, `degenerate` or `rungs` (propagate, sending, own_sends), to what
-`compat` reads of a module or tells the partitioner, or to which constraints `constraints.told`
-keeps.
+`convolutions`, `vectorization`, `degenerate` or `rungs` (propagate, sending, gathers, own_sends),
+to what `compat` reads of a module or tells the partitioner, or to which constraints
+`constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
@@ -59,6 +59,12 @@ XLA:CPU's compiler combines all-reduces and its runtime takes them apart again: 
 takes as long as k (jax 0.10.2 and 0.12, `docs/decisions/0031`). XLA:GPU combines up to 30 MB, and
 gathers too: next to the steps of pods what that saves, the latency of small ones, is nothing. Rung
 1 counts each array everywhere.
+"""
+
+GATHERS_OUTERMOST = frozenset({"cpu"})
+"""Platforms that gather along the outermost dimension alone: see `Constants.gathers_outermost`.
+
+So seen with jax 0.10.2 and 0.12.0.1 (`docs/decisions/0039`).
 """
 
 MOVES_INVARIANTS = frozenset({"cpu"})
@@ -124,6 +130,8 @@ class Constants:
         at once, and sums that are added up are added before they are sent; else one dimension after
         another, and each by itself.
       one_by_one: the arrays of a combined collective are sent one after another.
+      gathers_outermost: what is gathered along another dimension than the outermost is copied to an
+        order in which that is, and back.
       moves_invariants: what a loop sends of what it does not change is sent once, in front of it.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
@@ -155,6 +163,7 @@ class Constants:
     gathers_by_dimension: bool = True
     folds_sums: bool = True
     one_by_one: bool = False
+    gathers_outermost: bool = False
     moves_invariants: bool = False
     fresh_s_per_byte: float = 0.0
     transposed_s: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from autoshard.calibrations import calibrated
 from autoshard.cost import (
     GATHERS_AT_ONCE,
+    GATHERS_OUTERMOST,
     MOVES_INVARIANTS,
     ONE_BY_ONE,
     SUMS_APART,
@@ -52,6 +53,7 @@ def catalogued(topology: Topology) -> Constants:
         gathers_by_dimension=topology.chip.platform not in GATHERS_AT_ONCE,
         folds_sums=topology.chip.platform not in SUMS_APART,
         one_by_one=topology.chip.platform in ONE_BY_ONE,
+        gathers_outermost=topology.chip.platform in GATHERS_OUTERMOST,
         moves_invariants=topology.chip.platform in MOVES_INVARIANTS,
         links=(),
         date="",

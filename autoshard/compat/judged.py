@@ -60,7 +60,9 @@ class Communication(NamedTuple):
       block: a tag of the block it stands in.
       tag: of the operation before it.
       sum: of an all-reduce; None of others.
-      gathered: the mesh axes gathered along each dimension that has some, in order of dimensions.
+      extents: of what is sent, on one device before.
+      gathered: the mesh axes gathered along each dimension; () of others than gathers.
+      to_product: of a gather, whether a matrix product or a convolution takes the result as it is.
       location: of the operation.
       origin: of the value that is sent; None where nothing tells it.
       moved: block and tag are those of a loop in front of which it is sent.
@@ -73,7 +75,9 @@ class Communication(NamedTuple):
     block: int
     tag: int
     sum: Sum | None
+    extents: tuple[int, ...]
     gathered: tuple[tuple[str, ...], ...]
+    to_product: bool
     location: str
     origin: Origin | None
     moved: bool = False
@@ -256,7 +260,7 @@ class _Reader:
         self._resharded.add(same)
         along: tuple[tuple[str, ...], ...] = ()
         if name == "sdy.all_gather":
-            along = _along(held["gathering_axes"])
+            along = tuple(_by_dimension(held["gathering_axes"]))
             axes = tuple(dict.fromkeys(a for dim in along for a in dim))
         elif name == "sdy.all_to_all":
             axes = _bare(tuple(dict.fromkeys(_AXIS.findall(str(held["params"])))))
@@ -293,7 +297,9 @@ class _Reader:
                 block=block,
                 tag=tag,
                 sum=sum,
+                extents=_local(op.operands[0], self._sizes),
                 gathered=gathered,
+                to_product=any(use.owner.name in PRODUCTS for use in op.results[0].uses),
                 location=str(op.location),
                 origin=origin_of(op.operands[0]),
             )
@@ -359,9 +365,11 @@ def _within(divided: Division, axes: tuple[str, ...]) -> tuple[tuple[str, ...], 
     return tuple(dim for dim in found if dim)
 
 
-def _along(attribute: Attribute) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each dimension that has some, of `gathering_axes`."""
-    return tuple(axes for axes in _by_dimension(attribute) if axes)
+def _local(value: Value, sizes: dict[str, int]) -> tuple[int, ...]:
+    """The extents of a value on one device."""
+    dims, _ = shape_and_bits(str(value.type))
+    parts = division(value) or ((),) * len(dims)
+    return tuple(-(-n // ways(axes, sizes)) for n, axes in zip(dims, parts, strict=True))
 
 
 def _by_dimension(attribute: Attribute) -> list[tuple[str, ...]]:

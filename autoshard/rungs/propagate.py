@@ -16,6 +16,7 @@ from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.operations import OwnSend
 from autoshard.partitioned import partitioned
+from autoshard.rungs.gathers import Copy, copies_of
 from autoshard.rungs.own_sends import collective_of
 from autoshard.rungs.sending import folded, in_place, sent_in_step
 from autoshard.sites import site_of_location
@@ -84,6 +85,7 @@ class Propagator:
         regathered: dict[int, float] = {}
         collectives: list[Collective] = []
         spikes: list[_Received] = []
+        copies: list[tuple[Copy, float]] = []
         if judged:
             for value, axes in zip(kernels.argument_values, judged.argument_axes, strict=True):
                 divided[value] = ways(axes, sizes)
@@ -109,7 +111,7 @@ class Propagator:
                 if tag in kernels.tags
             }
             regathered = self._regathered(judged, sizes, divided)
-            collectives, spikes = self._communication(judged, sizes, cost.constants)
+            collectives, spikes, copies = self._communication(judged, sizes, cost.constants)
         local = kernels.value_bytes / divided
         ways_of_kernel = divided[kernels.kernel_value].copy()
         for k, value in enumerate(kernels.kernel_value):
@@ -152,6 +154,7 @@ class Propagator:
             touched=_touched(kernels, traffic, trips, peak),
             vectorized=self._vectorized(judged, sizes, flops, traffic, cost.constants),
         )
+        compute_s += _copying_s(copies, peak, cost)
         compute_s += cost.fresh_s(block, _OFF_BY) + cost.handing_s(len(program.inputs))
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
@@ -241,8 +244,8 @@ class Propagator:
 
     def _communication(
         self, judged: Judged, sizes: dict[str, int], constants: Constants
-    ) -> tuple[list[Collective], list[_Received]]:
-        """What is sent, and the buffers that receive it."""
+    ) -> tuple[list[Collective], list[_Received], list[tuple[Copy, float]]]:
+        """What is sent, the buffers that receive it, and what is copied for it, how often."""
         kernels = self._analysis.kernels
         # What branches send that are not taken does not count.
         sent = [one for one in judged.communication if kernels.trips.get(one.block, 1.0)]
@@ -277,7 +280,27 @@ class Propagator:
                 spikes += _around(kernels, own, _Received(position, until, one.after))
             elif not folded(one, constants) and site is None:
                 spikes.append(_Received(position, position + 1, one.after))
-        return collectives, spikes
+        copies = [
+            (copy, float(kernels.trips.get(one.block, 1.0)))
+            for one in communication
+            if constants.gathers_outermost and one.kind == "all_gather"
+            for copy in copies_of(one, sizes)
+        ]
+        return collectives, spikes, copies
+
+
+def _copying_s(copies: list[tuple[Copy, float]], peak: float, cost: CostModel) -> float:
+    """Seconds of copies that collectives need, each with how often it is made."""
+    bytes_, transposed, collided = np.array([copy for copy, _ in copies]).reshape(-1, 3).T
+    return cost.kernels_s(
+        np.zeros(len(copies)),
+        bytes_,
+        np.array([trips for _, trips in copies]),
+        [""] * len(copies),
+        transposed=transposed,
+        collided=collided,
+        touched=np.full(len(copies), peak),
+    )
 
 
 def _touched(

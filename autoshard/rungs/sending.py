@@ -64,7 +64,7 @@ def _sent(one: Communication, sizes: dict[str, int], constants: Constants) -> li
     if one.sum is not None:
         return _summed(one, one.sum, sizes, constants)
     kind = "all_gather" if one.kind == "sharded_to_unreduced" else one.kind
-    if constants.gathers_by_dimension and len(one.gathered) > 1:
+    if constants.gathers_by_dimension and sum(map(bool, one.gathered)) > 1:
         return _gathered(one, sizes)
     return [Sent(kind, one.axes, max(one.before, one.after))]
 
@@ -73,7 +73,7 @@ def _gathered(one: Communication, sizes: dict[str, int]) -> list[Sent]:
     """One dimension after another, the last first."""
     found = []
     bytes_ = one.before
-    for axes in reversed(one.gathered):
+    for axes in filter(None, reversed(one.gathered)):
         bytes_ *= ways(axes, sizes)
         found.append(Sent("all_gather", axes, bytes_))
     return found

@@ -1,0 +1,59 @@
+"""What XLA:CPU copies to gather along another dimension than the outermost.
+
+Its all-gather joins the parts of devices one behind another. So what is sent is copied to an order
+in which the dimension that is gathered along is the outermost, and what is made back to the order
+that is usual: `docs/decisions/0039-gathers-along-inner-dimensions.md`.
+"""
+
+import math
+from typing import NamedTuple
+
+from autoshard.cache_lines import lines_read
+from autoshard.compat.judged import Communication
+from autoshard.subaxes import ways
+
+
+class Copy(NamedTuple):
+    """One copy that a device makes.
+
+    Attributes:
+      bytes: read and written beyond what those that make and take the array do.
+      transposed: elements that it reads across cache lines.
+      collided: those whose lines push each other out of the cache, each by its crowding.
+    """
+
+    bytes: float
+    transposed: float
+    collided: float
+
+
+def copies_of(one: Communication, sizes: dict[str, int]) -> list[Copy]:
+    """The copies before and after each gather of a collective, one dimension after another."""
+    extents = list(one.extents)
+    found = []
+    bytes_each = one.before / max(math.prod(extents), 1)
+    for dimension in reversed(range(len(one.gathered))):
+        if not one.gathered[dimension]:
+            continue
+        found.append(_copy(extents, dimension, bytes_each, back=False, written=True))
+        extents[dimension] *= ways(one.gathered[dimension], sizes)
+        found.append(_copy(extents, dimension, bytes_each, back=True, written=one.to_product))
+    return [copy for copy in found if copy is not None]
+
+
+def _copy(
+    extents: list[int], dimension: int, bytes_each: float, *, back: bool, written: bool
+) -> Copy | None:
+    """A copy to the order in which a dimension is the outermost, or back; None where it is.
+
+    Args:
+      written: it is an array of its own; else whatever takes it reads across lines.
+    """
+    usual = [d for d in reversed(range(len(extents))) if extents[d] > 1]
+    turned = [d for d in usual if d != dimension] + [d for d in usual if d == dimension]
+    if usual == turned:
+        return None
+    how = lines_read(extents, *((turned, usual) if back else (usual, turned)), bytes_each)
+    elements = math.prod(extents)
+    moved = float(elements * how.crossed)
+    return Copy(2.0 * elements * bytes_each * written, moved, moved * how.crowding)
