@@ -285,3 +285,81 @@ def test_both_rungs_price_a_transposed_element_alike() -> None:
     ]
     assert one == pytest.approx([slow, fast])
     assert slow > 8 * CONSTANTS.launch_s
+
+
+COPIES_OF = """HloModule m, is_scheduled=true
+
+%f (p: {taken}) -> {made} {{
+  %p = {taken} parameter(0)
+{copies}
+}}
+
+ENTRY %main (x: {taken}) -> {made} {{
+  %x = {taken} parameter(0)
+  ROOT %fusion = {made} fusion(%x), kind=kLoop, calls=%f
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("taken", "made", "copies", "elements"),
+    [
+        (  # what a gather left with its last dimension in front, and a gradient takes turned
+            "f32[64,48,80]{1,0,2}",
+            "f32[48,80,64]{2,1,0}",
+            """  %c = f32[64,48,80]{2,1,0} copy(%p)
+  %t = f32[48,80,64]{1,0,2} transpose(%c), dimensions={1,2,0}
+  ROOT %r = f32[48,80,64]{2,1,0} copy(%t)""",
+            64 * 48 * 80,
+        ),
+        (  # there and back
+            "f32[64,48,80]{2,1,0}",
+            "f32[64,48,80]{2,1,0}",
+            """  %c = f32[64,48,80]{1,0,2} copy(%p)
+  ROOT %r = f32[64,48,80]{2,1,0} copy(%c)""",
+            0,
+        ),
+        (  # the same, with a dimension of one element in between
+            "f32[1,64,48,80]{3,2,1,0}",
+            "f32[64,48,80]{2,1,0}",
+            """  %c = f32[1,64,48,80]{2,1,3,0} copy(%p)
+  %b = f32[64,48,80]{1,0,2} bitcast(%c)
+  ROOT %r = f32[64,48,80]{2,1,0} copy(%b)""",
+            0,
+        ),
+        (  # rows are joined: what the first copy made is another array
+            "f32[64,48,80]{2,1,0}",
+            "f32[80,3072]{1,0}",
+            """  %c = f32[64,48,80]{1,0,2} copy(%p)
+  %b = f32[3072,80]{0,1} bitcast(%c)
+  %t = f32[80,3072]{1,0} transpose(%b), dimensions={1,0}
+  ROOT %r = f32[80,3072]{1,0} copy(%t)""",
+            64 * 48 * 80,
+        ),
+        (  # one copy goes on into another, and is needed besides
+            "f32[64,80]{1,0}",
+            "f32[64,80]{1,0}",
+            """  %c = f32[64,80]{0,1} copy(%p)
+  %k = f32[64,80]{1,0} copy(%c)
+  ROOT %r = f32[64,80]{1,0} add(%c, %k)""",
+            64 * 80,
+        ),
+    ],
+)
+def test_copies_of_copies_in_one_kernel_are_one(
+    taken: str, made: str, copies: str, elements: int
+) -> None:
+    text = COPIES_OF.format(taken=taken, made=made, copies=copies)
+    assert transposed_in(hlo.parse(text), ()) == elements
+
+
+def test_copies_that_are_kernels_of_their_own_are_each_made() -> None:
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[64,80]) -> f32[64,80] {
+  %x = f32[64,80]{1,0} parameter(0)
+  %c = f32[64,80]{0,1} copy(%x)
+  ROOT %r = f32[64,80]{1,0} copy(%c)
+}
+"""
+    assert transposed_in(hlo.parse(text), ()) == 2 * 64 * 80

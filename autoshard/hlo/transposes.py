@@ -4,6 +4,7 @@ from autoshard.cache_lines import STAY, Lines, lines_read
 from autoshard.hlo.flops import ELEMENTWISE
 from autoshard.hlo.records import Computation, Instruction, Shape
 
+_COPIES = frozenset(("copy", "transpose"))
 _AT_THE_SAME_PLACES = ELEMENTWISE | {"bitcast", "copy", "reshape", "transpose"}
 
 
@@ -13,26 +14,75 @@ def transposed(
     """Elements that a copy or transpose reads across cache lines, and how; 0 for all else.
 
     A copy that is fused with the product that reads it is never made: the product's loop reads what
-    the copy would have, in order where that lies along the contracted dimension.
+    the copy would have, in order where that lies along the contracted dimension. Nor is one that is
+    fused with another copy of it: the last of them says how what the first one reads is read.
 
     Args:
       fused: it is part of a kernel: what goes into it elementwise is read just so, each array.
     """
-    if instruction.opcode not in ("copy", "transpose"):
+    if instruction.opcode not in _COPIES:
         return 0, STAY
-    source, made = computation.find(instruction.operands[0]).shape, instruction.shape
-    if instruction.opcode == "transpose":
-        dimensions = instruction.ints("dimensions")
-    else:
-        dimensions = tuple(range(len(made.dims)))
+    if fused and _is_copied_on(instruction, computation):
+        return 0, STAY
+    made = instruction.shape
+    source, becomes = _source(instruction, computation, fused)
     # Both in dimensions of what is made.
-    before = [dimensions.index(d) for d in _densest_first(source)]
+    before = [becomes[d] for d in _densest_first(source)]
     if fused and set(before[:1]) & _contracted(instruction, computation):
         return 0, STAY
     how = lines_read(made.dims, before, _densest_first(made), made.bytes / max(made.size, 1))
     if not how.crossed:
         return 0, how
     return made.size * (_arrays(instruction, computation) if fused else 1), how
+
+
+def _source(
+    instruction: Instruction, computation: Computation, fused: bool
+) -> tuple[Shape, dict[int, int]]:
+    """What a copy or transpose reads, and which dimension of its result each one of that becomes.
+
+    Args:
+      fused: copies before it are not made.
+    """
+    becomes = {d: d for d in range(len(instruction.shape.dims))}
+    while True:
+        maker = computation.find(instruction.operands[0])
+        becomes = {d: becomes[i] for d, i in _moves(instruction, maker).items() if i in becomes}
+        if not (fused and _passes(maker, computation)):
+            return maker.shape, becomes
+        instruction = maker
+
+
+def _is_copied_on(instruction: Instruction, computation: Computation) -> bool:
+    """Whether all that takes a value copies it again."""
+    users = [other for other in computation.instructions if instruction.name in other.operands]
+    return bool(users) and all(
+        user.opcode in _COPIES or (_passes(user, computation) and _is_copied_on(user, computation))
+        for user in users
+    )
+
+
+def _passes(instruction: Instruction, computation: Computation) -> bool:
+    """Whether it copies, or but adds or drops dimensions of one element."""
+    if instruction.opcode in _COPIES:
+        return True
+    if instruction.opcode != "bitcast":
+        return False
+    before, after = (
+        [n for n in shape.dims if n > 1]
+        for shape in (computation.find(instruction.operands[0]).shape, instruction.shape)
+    )
+    return before == after
+
+
+def _moves(instruction: Instruction, maker: Instruction) -> dict[int, int]:
+    """The dimensions of an operand of more than one element -> those of the result."""
+    if instruction.opcode == "transpose":
+        return {d: i for i, d in enumerate(instruction.ints("dimensions"))}
+    before, after = (
+        [d for d, n in enumerate(shape.dims) if n > 1] for shape in (maker.shape, instruction.shape)
+    )
+    return dict(zip(before, after, strict=True))
 
 
 def _contracted(instruction: Instruction, computation: Computation) -> set[int]:
