@@ -283,7 +283,7 @@ class Propagator:
         copies = [
             (copy, float(kernels.trips.get(one.block, 1.0)))
             for one in communication
-            if constants.gathers_outermost and one.kind == "all_gather"
+            if constants.gathers_outermost
             for copy in copies_of(one, sizes)
         ]
         return collectives, spikes, copies
