@@ -327,6 +327,14 @@ ENTRY %main (x: {taken}) -> {made} {{
   ROOT %r = f32[64,48,80]{2,1,0} copy(%b)""",
             0,
         ),
+        (  # a bitcast turns a square, and the copies are there and back
+            "f32[64,64]{1,0}",
+            "f32[64,64]{0,1}",
+            """  %c = f32[64,64]{0,1} copy(%p)
+  %b = f32[64,64]{1,0} bitcast(%c)
+  ROOT %r = f32[64,64]{0,1} copy(%b)""",
+            0,
+        ),
         (  # rows are joined: what the first copy made is another array
             "f32[64,48,80]{2,1,0}",
             "f32[80,3072]{1,0}",

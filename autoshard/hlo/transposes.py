@@ -63,13 +63,13 @@ def _is_copied_on(instruction: Instruction, computation: Computation) -> bool:
 
 
 def _passes(instruction: Instruction, computation: Computation) -> bool:
-    """Whether it copies, or but adds or drops dimensions of one element."""
+    """Whether it copies, or but gives dimensions other numbers, or adds or drops some of one."""
     if instruction.opcode in _COPIES:
         return True
     if instruction.opcode != "bitcast":
         return False
     before, after = (
-        [n for n in shape.dims if n > 1]
+        [shape.dims[d] for d in _densest_first(shape)]
         for shape in (computation.find(instruction.operands[0]).shape, instruction.shape)
     )
     return before == after
@@ -79,10 +79,10 @@ def _moves(instruction: Instruction, maker: Instruction) -> dict[int, int]:
     """The dimensions of an operand of more than one element -> those of the result."""
     if instruction.opcode == "transpose":
         return {d: i for i, d in enumerate(instruction.ints("dimensions"))}
-    before, after = (
-        [d for d, n in enumerate(shape.dims) if n > 1] for shape in (maker.shape, instruction.shape)
-    )
-    return dict(zip(before, after, strict=True))
+    if instruction.opcode == "copy":
+        return {d: d for d in range(len(instruction.shape.dims))}
+    # A bitcast leaves everything where it is in memory.
+    return dict(zip(_densest_first(maker.shape), _densest_first(instruction.shape), strict=True))
 
 
 def _contracted(instruction: Instruction, computation: Computation) -> set[int]:
