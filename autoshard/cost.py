@@ -31,8 +31,8 @@ MODEL_REVISION = 42
 
 Raise it when estimates change by a change here, to `network`, `precision`, `siting`, `rewrite`,
 `specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`, `cache_lines`,
-`convolutions`, `vectorization`, `degenerate` or `rungs` (propagate, sending, gathers, own_sends),
-to what `compat` reads of a module or tells the partitioner, or to which constraints
+`convolutions`, `vectorization`, `degenerate`, `hlo` or `rungs` (propagate, sending, gathers,
+own_sends), to what `compat` reads of a module or tells the partitioner, or to which constraints
 `constraints.told` keeps.
 """
 
@@ -263,11 +263,11 @@ class CostModel:
         dtypes: Sequence[str],
         transposed: np.ndarray | float = 0.0,
         collided: np.ndarray | float = 0.0,
-        degenerate: np.ndarray | float = 0.0,
-        degenerate_across: np.ndarray | float = 0.0,
         turned: np.ndarray | bool = False,
         vectorized: np.ndarray | bool = True,
         touched: np.ndarray | None = None,
+        degenerate: np.ndarray | float = 0.0,
+        degenerate_across: np.ndarray | float = 0.0,
     ) -> float:
         """Seconds of all kernels of a step, for one device.
 
@@ -276,11 +276,10 @@ class CostModel:
           dtypes: of a product's operands; "" for other kernels.
           transposed: elements that a kernel reads across cache lines.
           collided: those whose lines push each other out of the cache, each by its crowding.
-          degenerate, degenerate_across: elements of sums of products beside a dimension of one, by
-            whether what is added up lies densely.
           turned: whether it is a convolution that no library takes.
           vectorized: whether it does not do its arithmetic element by element.
           touched: as `memory_s` has it.
+          degenerate, degenerate_across: as `Work` has them.
         """
         c = self.constants
         rates = {dtype: self.rate(dtype) for dtype in set(dtypes)}

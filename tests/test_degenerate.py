@@ -1,7 +1,6 @@
 """Sums of products beside a dimension of one element: which ones, in both rungs, their price."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import CostModel
-from autoshard.degenerate import is_across, is_degenerate
+from autoshard.degenerate import Elements, elements
 from autoshard.hlo import parse
 from autoshard.hlo.steps import Launch, Steps
 from autoshard.hlo.work import Work
@@ -21,8 +20,6 @@ from tests.programs import shaped
 
 SHARED = dataclasses.replace(CONSTANTS, shared=True)
 SLOW = dataclasses.replace(SHARED, degenerate_s=3e-9, degenerate_across_s=7e-9)
-
-Elements = tuple[float, float]  # where what is added up lies densely, and where it does not
 
 FUSED = """HloModule m, is_scheduled=true
 
@@ -55,63 +52,64 @@ PLAIN = {
     "summed": "2",
     "said": '"fusion_config":{"kind":"__ynn_fusion"}',
 }
-ALL = float(512 * 256)
+ALL = 512 * 256
 
 
 def of_text(text: str) -> Elements:
     module = parse(text)
     works = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
-    return sum(w.degenerate for w in works), sum(w.degenerate_across for w in works)
+    return Elements(
+        int(sum(w.degenerate for w in works)), int(sum(w.degenerate_across for w in works))
+    )
 
 
 @pytest.mark.parametrize(
-    ("extents", "summed", "slow", "across"),
+    ("extents", "summed", "found"),
     [
-        ((512, 256), 1, False, False),
-        ((1, 512, 256), 2, True, False),
-        ((1, 512, 256), 1, True, True),
-        ((512, 1, 256), 0, True, True),
-        ((512, 256, 1), 1, True, False),  # nothing lies between its elements
-        ((512, 256, 1), 0, True, True),
-        ((1, 131072), 1, True, False),
-        ((2, 4, 4, 16, 256), 4, False, False),
-        ((1, 8192), 0, False, True),  # there is nothing to add up
-        ((1, 63, 65), 2, False, False),  # too few for the library
-        ((1, 64, 64), 2, True, False),
+        ((512, 256), 1, (0, 0)),
+        ((1, 512, 256), 2, (ALL, 0)),
+        ((1, 512, 256), 1, (0, ALL)),
+        ((512, 1, 256), 0, (0, ALL)),
+        ((512, 256, 1), 1, (ALL, 0)),  # nothing lies between its elements
+        ((512, 256, 1), 0, (0, ALL)),
+        ((1, 131072), 1, (ALL, 0)),
+        ((2, 4, 4, 16, 256), 4, (0, 0)),
+        ((1, 8192), 0, (0, 0)),  # there is nothing to add up
+        ((1, 63, 65), 2, (0, 0)),  # too few for the library
+        ((1, 64, 64), 2, (4096, 0)),
     ],
 )
 def test_another_dimension_has_one_element(
-    extents: tuple[int, ...], summed: int, slow: bool, across: bool
+    extents: tuple[int, ...], summed: int, found: tuple[int, int]
 ) -> None:
-    assert is_degenerate(extents, summed) == slow
-    assert is_across(extents, summed) == across
+    assert elements(extents, summed) == found
 
 
 @pytest.mark.parametrize(
-    ("changed", "elements"),
+    ("changed", "found"),
     [
-        ({}, (ALL, 0.0)),
-        ({"summed": "1", "out": "f32[1,256]{1,0}"}, (0.0, ALL)),
-        ({"made": "f32[1,512,256]{1,2,0}"}, (0.0, ALL)),  # other lines lie densely
-        ({"made": "f32[512,256]{1,0}", "summed": "1", "out": "f32[512]{0}"}, (0.0, 0.0)),
-        ({"summed": "1,2", "out": "f32[1]{0}"}, (0.0, 0.0)),
-        ({"adds": "maximum"}, (0.0, 0.0)),
-        ({"multiplies": "subtract"}, (0.0, 0.0)),
-        ({"right": "%p"}, (0.0, 0.0)),  # squares
-        ({"said": '"outer_dimension_partitions":["2"]'}, (0.0, 0.0)),  # not handed over
+        ({}, (ALL, 0)),
+        ({"summed": "1", "out": "f32[1,256]{1,0}"}, (0, ALL)),
+        ({"made": "f32[1,512,256]{1,2,0}"}, (0, ALL)),  # other lines lie densely
+        ({"made": "f32[512,256]{1,0}", "summed": "1", "out": "f32[512]{0}"}, (0, 0)),
+        ({"summed": "1,2", "out": "f32[1]{0}"}, (0, 0)),
+        ({"adds": "maximum"}, (0, 0)),
+        ({"multiplies": "subtract"}, (0, 0)),
+        ({"right": "%p"}, (0, 0)),  # squares
+        ({"said": '"outer_dimension_partitions":["2"]'}, (0, 0)),  # not handed over
     ],
 )
 def test_rung_2_reads_them_off_what_the_library_is_handed(
-    changed: dict[str, str], elements: Elements
+    changed: dict[str, str], found: tuple[int, int]
 ) -> None:
-    assert of_text(FUSED.format(**(PLAIN | changed))) == elements
+    assert of_text(FUSED.format(**(PLAIN | changed))) == found
 
 
 def softmax_gradient(x, g):  # type: ignore[no-untyped-def]
     return jax.vjp(jax.nn.softmax, x)[1](g)[0]
 
 
-PROGRAMS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], Elements]] = {
+PROGRAMS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], tuple[int, int]]] = {
     "products": (lambda x, y: jnp.sum(x * y, -1), [(1, 480, 40)] * 2, (480 * 40, 0)),
     "across": (lambda x, y: jnp.sum(x * y, 1), [(1, 480, 40)] * 2, (0, 480 * 40)),
     "an average": (lambda x, y: jnp.mean(x * y, -1), [(480, 1, 40)] * 2, (480 * 40, 0)),
@@ -144,14 +142,13 @@ PROGRAMS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], Elements
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_both_rungs_find_them_in_programs(name: str) -> None:
-    function, shapes, elements = PROGRAMS[name]
+    function, shapes, expected = PROGRAMS[name]
     text = jax.jit(function).lower(*(shaped(*s) for s in shapes)).compile().as_text() or ""
-    assert of_text(text) == elements
-    found = {False: 0.0, True: 0.0}
-    for one in kernels_of(function, *shapes).summed_products:
-        if is_degenerate(one.extents, one.dimension):
-            found[is_across(one.extents, one.dimension)] += math.prod(one.extents)
-    assert (found[False], found[True]) == elements
+    assert of_text(text) == expected
+    found = [
+        elements(p.extents, p.dimension) for p in kernels_of(function, *shapes).summed_products
+    ]
+    assert (sum(one.along for one in found), sum(one.across for one in found)) == expected
 
 
 def scored() -> Workload:

@@ -266,9 +266,7 @@ def test_what_collides_and_what_is_turned_around_has_prices_of_its_own() -> None
     assert more == pytest.approx(8 * (500 * 2e-9 + beyond))
     flops, bytes_, trips, moved, collided = (np.array([n]) for n in (3e9, 0.0, 1.0, 2e3, 500.0))
     one, other = (
-        CostModel(c).kernels_s(
-            flops, bytes_, trips, ["f32"], moved, collided, turned=np.array([True])
-        )
+        CostModel(c).kernels_s(flops, bytes_, trips, ["f32"], moved, collided, np.array([True]))
         for c in (own, plain)
     )
     assert one - other == pytest.approx(more)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from autoshard.compat.stablehlo import (
     Value,
     bytes_of,
     shape_and_bits,
+    shape_of,
 )
 from autoshard.subaxes import distinct, ways
 
@@ -299,7 +301,7 @@ class _Reader:
                 sum=sum,
                 extents=_local(op.operands[0], self._sizes),
                 gathered=gathered,
-                to_product=any(use.owner.name in PRODUCTS for use in op.results[0].uses),
+                to_product=bool(gathered) and _goes_into_product(op.results[0]),
                 location=str(op.location),
                 origin=origin_of(op.operands[0]),
             )
@@ -367,9 +369,13 @@ def _within(divided: Division, axes: tuple[str, ...]) -> tuple[tuple[str, ...], 
 
 def _local(value: Value, sizes: dict[str, int]) -> tuple[int, ...]:
     """The extents of a value on one device."""
-    dims, _ = shape_and_bits(str(value.type))
-    parts = division(value) or ((),) * len(dims)
-    return tuple(-(-n // ways(axes, sizes)) for n, axes in zip(dims, parts, strict=True))
+    dims = zip(shape_of(value), division(value), strict=True)
+    return tuple(math.ceil(n / ways(axes, sizes)) for n, axes in dims)
+
+
+def _goes_into_product(value: Value) -> bool:
+    """Whether a matrix product or a convolution takes a value as it is."""
+    return any(use.owner.name in PRODUCTS for use in value.uses)
 
 
 def _by_dimension(attribute: Attribute) -> list[tuple[str, ...]]:

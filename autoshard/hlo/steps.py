@@ -281,7 +281,7 @@ class Steps:
             inside.assumptions[said] = None
             cycles = None
         slow = inside.loops and not vectorizes(instruction)
-        along, across = degenerate_sums(instruction, self._module)
+        sums = degenerate_sums(instruction, self._module)
         yield Launch(
             work=Work(
                 opcode=opcode,
@@ -293,8 +293,8 @@ class Steps:
                 turned_flops=inside.turned_flops,
                 transposed=inside.transposed,
                 collided=inside.collided,
-                degenerate=along,
-                degenerate_across=across,
+                degenerate=sums.along,
+                degenerate_across=sums.across,
                 bytes=max(inside.bytes, moved) if opcode == "fusion" else inside.bytes or moved,
                 cycles=int(cycles[1]) if cycles else None,
                 declared=inside.declared,

@@ -1,20 +1,16 @@
 """Sums of products that XLA:CPU's library does slowly, read off the fusions that it is handed."""
 
-from autoshard.degenerate import is_across, is_degenerate
+from autoshard.degenerate import Elements, elements
 from autoshard.hlo.records import Computation, HloModule, Instruction
 
 _LIBRARY = '"kind":"__ynn_fusion"'
 
 
-def degenerate_sums(fusion: Instruction, module: HloModule) -> tuple[float, float]:
-    """Elements of a fusion's sums of products beside a dimension of one element (`degenerate`).
-
-    Returns:
-      Where what is added up lies densely, and where it does not.
-    """
-    along, across = 0.0, 0.0
+def degenerate_sums(fusion: Instruction, module: HloModule) -> Elements:
+    """Elements of a fusion's sums of products beside a dimension of one element (`degenerate`)."""
+    along, across = 0, 0
     if _LIBRARY not in fusion.attribute("backend_config"):
-        return along, across
+        return Elements(along, across)
     body = module.find(fusion.calls("calls")[0])
     for instruction in body.instructions:
         product = _summed_product(instruction, body, module)
@@ -22,14 +18,10 @@ def degenerate_sums(fusion: Instruction, module: HloModule) -> tuple[float, floa
             continue
         dims = product.shape.dims
         order = (product.shape.minor_to_major or tuple(reversed(range(len(dims)))))[::-1]
-        extents = [dims[d] for d in order]
-        (summed,) = (order.index(d) for d in instruction.ints("dimensions"))
-        if is_degenerate(extents, summed):
-            if is_across(extents, summed):
-                across += product.shape.size
-            else:
-                along += product.shape.size
-    return along, across
+        (summed,) = instruction.ints("dimensions")
+        found = elements([dims[d] for d in order], order.index(summed))
+        along, across = along + found.along, across + found.across
+    return Elements(along, across)
 
 
 def _summed_product(

@@ -22,9 +22,9 @@ class Work:
       transposed: elements that transposes read across cache lines (`hlo.transposes`).
       collided: those of them whose lines push each other out of the cache, each by its crowding
         (`cache_lines`).
-      degenerate: elements of sums of products beside a dimension of one (`degenerate`).
-      degenerate_across: those of them where what is added up does not lie densely; they are not
-        among the former.
+      degenerate: elements of sums of products beside a dimension of one (`degenerate`), where what
+        is added up lies densely.
+      degenerate_across: the same where it does not.
       cycles: the compiler's own estimate, clock cycles; None where it prints none that can be.
       declared: operations and bytes come from the declared cost of a custom call.
     """

@@ -10,7 +10,7 @@ from autoshard.analysis import Analysis
 from autoshard.compat import shardings, stablehlo
 from autoshard.compat.judged import Judged
 from autoshard.cost import Constants, CostModel
-from autoshard.degenerate import is_across, is_degenerate
+from autoshard.degenerate import elements
 from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
@@ -135,7 +135,7 @@ class Propagator:
             )
             for weights in (crossing, crossing * kernels.transposed_crowding)
         )
-        along, across = self._degenerate(judged, sizes)
+        along, across = self._degenerate(judged, sizes).T
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
         block = _peak_of(kernels, local, spikes)
@@ -200,24 +200,16 @@ class Propagator:
         parts = np.where((parts == 2) & (flops > traffic), 3, parts)  # for arithmetic, some more
         return ~kernels.kernel_loops | is_vectorized(np.ceil(extents), parts)
 
-    def _degenerate(
-        self, judged: Judged | None, sizes: dict[str, int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Elements of each kernel's sums of products beside a dimension of one (`degenerate`).
-
-        Returns:
-          Where what is added up lies densely, and where it does not.
-        """
+    def _degenerate(self, judged: Judged | None, sizes: dict[str, int]) -> np.ndarray:
+        """(k, 2) `degenerate.Elements` of each kernel."""
         kernels = self._analysis.kernels
-        along, across = np.zeros((2, len(kernels.kernel_value)))
+        found = np.zeros((len(kernels.kernel_value), 2))
         for one in kernels.summed_products:
             (dims, *_) = (judged and judged.dims.get(one.tag)) or ((),)
             parts = [ways(axes, sizes) for axes in dims] if any(dims) else [1] * len(one.extents)
             extents = [math.ceil(n / k) for n, k in zip(one.extents, parts, strict=True)]
-            if is_degenerate(extents, one.dimension):
-                kind = across if is_across(extents, one.dimension) else along
-                kind[one.kernel] += math.prod(extents)
-        return along, across
+            found[one.kernel] += elements(extents, one.dimension)
+        return found
 
     def _regathered(
         self, judged: Judged, sizes: dict[str, int], divided: np.ndarray
