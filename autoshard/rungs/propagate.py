@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.analysis import Analysis
 from autoshard.compat import shardings, stablehlo
-from autoshard.compat.judged import Judged
+from autoshard.compat.judged import Communication, Judged
 from autoshard.cost import Constants, CostModel
 from autoshard.degenerate import elements
 from autoshard.errors import LayoutError
@@ -16,7 +16,7 @@ from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.operations import OwnSend
 from autoshard.partitioned import partitioned
-from autoshard.rungs.gathers import Copy, copies_of
+from autoshard.rungs.gathers import copies_of
 from autoshard.rungs.own_sends import collective_of
 from autoshard.rungs.sending import folded, in_place, sent_in_step
 from autoshard.sites import site_of_location
@@ -84,8 +84,7 @@ class Propagator:
         contracted = {}
         regathered: dict[int, float] = {}
         collectives: list[Collective] = []
-        spikes: list[_Received] = []
-        copies: list[tuple[Copy, float]] = []
+        communication: list[Communication] = []
         if judged:
             for value, axes in zip(kernels.argument_values, judged.argument_axes, strict=True):
                 divided[value] = ways(axes, sizes)
@@ -111,7 +110,8 @@ class Propagator:
                 if tag in kernels.tags
             }
             regathered = self._regathered(judged, sizes, divided)
-            collectives, spikes, copies = self._communication(judged, sizes, cost.constants)
+            communication = self._placed(judged, cost.constants)
+            collectives = self._collectives(communication, judged, sizes, cost.constants)
         local = kernels.value_bytes / divided
         ways_of_kernel = divided[kernels.kernel_value].copy()
         for k, value in enumerate(kernels.kernel_value):
@@ -138,7 +138,7 @@ class Propagator:
         along, across = self._degenerate(judged, sizes).T
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
-        block = _peak_of(kernels, local, spikes)
+        block = _peak_of(kernels, local, self._received(communication, cost.constants))
         arguments = [local[v] for v in kernels.argument_values]
         peak = sum(arguments) + block
         compute_s = cost.kernels_s(
@@ -154,7 +154,7 @@ class Propagator:
             touched=_touched(kernels, traffic, trips, peak),
             vectorized=self._vectorized(judged, sizes, flops, traffic, cost.constants),
         )
-        compute_s += _copying_s(copies, peak, cost)
+        compute_s += self._copying_s(communication, sizes, peak, cost)
         compute_s += cost.fresh_s(block, _OFF_BY) + cost.handing_s(len(program.inputs))
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
@@ -234,14 +234,28 @@ class Propagator:
             loop = self._analysis.invariants.in_front_of(send.tag, send.origin)
         return self._analysis.kernels.trips[send.tag if loop is None else loop]
 
-    def _communication(
-        self, judged: Judged, sizes: dict[str, int], constants: Constants
-    ) -> tuple[list[Collective], list[_Received], list[tuple[Copy, float]]]:
-        """What is sent, the buffers that receive it, and what is copied for it, how often."""
+    def _placed(self, judged: Judged, constants: Constants) -> list[Communication]:
+        """The partitioner's collectives where a compiler puts them.
+
+        What branches send that are not taken is left out.
+        """
+        trips = self._analysis.kernels.trips
+        sent = [one for one in judged.communication if trips.get(one.block, 1.0)]
+        return in_place(sent, constants, self._analysis.invariants)
+
+    def _turns(self, one: Communication) -> float:
+        """How often it is sent in a step."""
+        return self._analysis.kernels.trips.get(one.block, 1.0)
+
+    def _collectives(
+        self,
+        communication: list[Communication],
+        judged: Judged,
+        sizes: dict[str, int],
+        constants: Constants,
+    ) -> list[Collective]:
+        """What is sent, by the user's own manual regions too."""
         kernels = self._analysis.kernels
-        # What branches send that are not taken does not count.
-        sent = [one for one in judged.communication if kernels.trips.get(one.block, 1.0)]
-        communication = in_place(sent, constants, self._analysis.invariants)
         collectives = []
         for one, (kind, axes, bytes_) in sent_in_step(communication, sizes, constants):
             collectives.append(
@@ -250,7 +264,7 @@ class Propagator:
                     group_size=ways(axes, sizes),
                     mesh_axes=axes,
                     bytes=int(bytes_),
-                    count=int(kernels.trips.get(one.block, 1.0)),
+                    count=int(self._turns(one)),
                     source=stablehlo.source_of(one.location),
                 )
             )
@@ -260,7 +274,13 @@ class Propagator:
             for send in kernels.sent
             if kernels.trips[send.tag] and (parts := judged.shards.get(send.tag))
         )
-        collectives += [one for one in users if one is not None]
+        return collectives + [one for one in users if one is not None]
+
+    def _received(
+        self, communication: list[Communication], constants: Constants
+    ) -> list[_Received]:
+        """The buffers that receive what is sent."""
+        kernels = self._analysis.kernels
         spikes = []
         for one in communication:
             position = kernels.positions.get(one.tag, 0)
@@ -272,27 +292,31 @@ class Propagator:
                 spikes += _around(kernels, own, _Received(position, until, one.after))
             elif not folded(one, constants) and site is None:
                 spikes.append(_Received(position, position + 1, one.after))
+        return spikes
+
+    def _copying_s(
+        self,
+        communication: list[Communication],
+        sizes: dict[str, int],
+        peak: float,
+        cost: CostModel,
+    ) -> float:
+        """Seconds of the copies that gathers need (`gathers`)."""
+        if not cost.constants.gathers_outermost:
+            return 0.0
         copies = [
-            (copy, float(kernels.trips.get(one.block, 1.0)))
-            for one in communication
-            if constants.gathers_outermost
-            for copy in copies_of(one, sizes)
+            (*copy, self._turns(one)) for one in communication for copy in copies_of(one, sizes)
         ]
-        return collectives, spikes, copies
-
-
-def _copying_s(copies: list[tuple[Copy, float]], peak: float, cost: CostModel) -> float:
-    """Seconds of copies that collectives need, each with how often it is made."""
-    bytes_, transposed, collided = np.array([copy for copy, _ in copies]).reshape(-1, 3).T
-    return cost.kernels_s(
-        np.zeros(len(copies)),
-        bytes_,
-        np.array([trips for _, trips in copies]),
-        [""] * len(copies),
-        transposed=transposed,
-        collided=collided,
-        touched=np.full(len(copies), peak),
-    )
+        bytes_, transposed, collided, turns = np.array(copies).reshape(-1, 4).T
+        return cost.kernels_s(
+            np.zeros(len(copies)),
+            bytes_,
+            turns,
+            [""] * len(copies),
+            transposed=transposed,
+            collided=collided,
+            touched=np.full(len(copies), peak),
+        )
 
 
 def _touched(
