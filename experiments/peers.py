@@ -22,7 +22,7 @@ from autoshard.strategy.base import score
 _DRAWS = 3000
 """Draws for one ask, after which a strategy has nothing new to ask.
 
-Of the recommender's space one draw in 27 is a layout; the others have rules that divide nothing.
+Of the recommender's space one draw in 27 is a layout; most others have rules that divide nothing.
 """
 
 _ASKS = 20
