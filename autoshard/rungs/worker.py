@@ -214,12 +214,14 @@ class _Child:
                 start_new_session=True,  # a process group of its own: kill all, share no Ctrl-C
                 env=_environment(settings),
             )
+        self._watch = Standstill(self.process.pid, self.log)
         os.close(request_read)
         os.close(answer_write)
         for fd in (self._request_write, self._answer_read):
             os.set_blocking(fd, False)
 
     def send(self, payload: bytes, deadline: float) -> None:
+        self._watch = Standstill(self.process.pid, self.log)  # before: it may warn at once
         view = memoryview(LENGTH.pack(len(payload)) + payload)
         while view:
             _wait(self._request_write, select.POLLOUT, deadline)
@@ -232,10 +234,9 @@ class _Child:
 
     def _receive(self, length: int, deadline: float) -> bytes:
         parts = bytearray()
-        watch = Standstill(self.process.pid, self.log)
         while len(parts) < length:
             while not _ready(self._answer_read, select.POLLIN, deadline, _WATCHED_S):
-                if watch.seen(time.monotonic()):
+                if self._watch.seen(time.monotonic()):
                     raise _StandsStill
             with contextlib.suppress(BlockingIOError):
                 part = os.read(self._answer_read, min(_CHUNK_BYTES, length - len(parts)))

@@ -10,6 +10,7 @@ import pytest
 
 from autoshard.errors import WorkerError
 from autoshard.rungs import standstill
+from autoshard.rungs import worker as worker_module
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
 from autoshard.trial import Failure, Kind, Stage
 
@@ -101,6 +102,20 @@ def test_a_child_that_waits_for_ever_is_not_waited_for(worker, monkeypatch):
     assert "may be stuck" in failure.message.splitlines()[-1]
     assert failure.elapsed_s < 45
     assert call(worker, len, "abc") == 3
+
+
+def test_a_warning_is_heard_that_came_before_the_answer_was_waited_for(worker, monkeypatch):
+    monkeypatch.setattr(standstill, "QUIET_S", 2.0)
+    call(worker, len, "start it")
+    receive = worker_module._Child.receive
+
+    def receive_late(child, deadline):  # as where another process had the core
+        time.sleep(1.0)
+        return receive(child, deadline)
+
+    monkeypatch.setattr(worker_module._Child, "receive", receive_late)
+    failure = call(worker, warn_and, time.sleep, 60.0, time_limit_s=30.0)
+    assert isinstance(failure, Failure) and failure.kind is Kind.CRASH
 
 
 def test_a_hang_is_killed_at_the_limit(worker):
