@@ -1,13 +1,14 @@
 """What a change of the densest dimension costs a loop: elements leave their cache lines.
 
 A loop that moves elements from one densest dimension to another takes each from a cache line of its
-own, one after another. The more of these lines share a set of the cache, the farther away they have
-gone until the next element of them is wanted: many do where they lie a large power of two apart, as
-in arrays with powers of two for extents (`docs/decisions/0032-lines-that-share-a-set.md`). Where
-few elements follow each other in one of the two dimensions, they have not gone
-(`docs/decisions/0037-few-elements-in-a-row.md`).
+own, one after another. Where it comes back to a line before the cache needed its place it costs
+little; else the line is fetched again for its next element. Lines that lie a large power of two
+apart share a few sets of the cache, as those of arrays with powers of two for extents do: a set
+gives its lines away the sooner, and fetches one line after another
+(`docs/decisions/0040-lines-that-a-set-fetches-again.md`).
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,56 +22,94 @@ WAY_BYTES = 4096
 That of x86-64 finds a set by what a page leaves of an address.
 """
 
-PLAIN_LINES = 12
-"""Of a set, in the transpose that `Constants.transposed_s` is of: 760 x 1000 numbers of 4 bytes."""
+WAYS = 8
+"""Lines that a set of the first cache holds: AMD's before Zen 5. There, and in newer Intels, 12."""
 
-CROWDED_LINES = 256
-"""Of a set, in the transpose that `Constants.collided_s` is of: 512 x 512 numbers of 4 bytes."""
+KEPT = 0.4
+"""What an element costs whose line the cache still holds, where one that it does not costs 1."""
+
+CROWDING = {1: 1.5, 2: 1.0, 4: 0.25}
+"""Of lines that all lie in so many sets: how much they crowd.
+
+In units of those of the transpose that `Constants.collided_s` is of, 512 x 512 numbers of 4 bytes,
+256 of which share each of two sets.
+"""
+
+CROWDED_LINES = 64
+"""Of one set, from which on they crowd it fully; not at all with a fourth of them."""
 
 
 class Lines(NamedTuple):
     """What becomes of the cache lines that a loop reads.
 
     Attributes:
-      crossed: it leaves each after one element.
-      crowding: what an element costs whose line shares a set with more than the set holds, in units
-        of one that shares it with `CROWDED_LINES`; else 0.
+      crossed: what an element costs that is the only one it takes of a line at a time, in units of
+        `Constants.transposed_s`; 0 where it takes line by line, or so few that it costs no more.
+      crowding: what it costs beyond, in units of what `Constants.collided_s` is beyond that.
     """
 
-    crossed: bool
+    crossed: float
     crowding: float
 
 
-STAY = Lines(False, 0.0)
+STAY = Lines(0.0, 0.0)
 
 
-def lines_read(
-    extents: Sequence[int], before: Sequence[int], after: Sequence[int], bytes_each: float
-) -> Lines:
-    """How a loop that writes in one order of dimensions reads what lies in another.
+class Turn(NamedTuple):
+    """The order that an array lies in, and the one that a loop reads it in, as it writes.
 
-    Args:
-      extents: by dimension.
-      before, after: the dimensions of more than one element, the densest first.
+    Attributes:
+      before, after: dimensions, the densest first; those of one element may be left out.
       bytes_each: of an element.
     """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    bytes_each: float
+
+    def lines(self, extents: Sequence[int]) -> Lines:
+        """What becomes of the cache lines of an array of these extents, by dimension."""
+        return lines_read(self, tuple(extents))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def lines_read(turn: Turn, extents: tuple[int, ...]) -> Lines:
+    """`Turn.lines`, which many layouts ask of the same extents."""
+    before, after = ([d for d in o if extents[d] > 1] for o in (turn.before, turn.after))
     if not after or before[0] == after[0]:
         return STAY
-    if min(extents[before[0]], extents[after[0]]) * bytes_each <= LINE_BYTES:
-        return Lines(True, 0.0)
-    between = after[: after.index(before[0])]  # it goes over these before it comes back to a line
-    lines = math.prod(extents[d] for d in between)
-    strides = [
-        int(bytes_each * math.prod(extents[d] for d in before[: before.index(turn)]))
-        for turn in between
+    # It goes over these before it comes back to a line.
+    between = after[: after.index(before[0])]
+    strides = (math.prod(extents[e] for e in before[: before.index(d)]) for d in between)
+    loops = [
+        (extents[d], int(turn.bytes_each * stride))
+        for d, stride in zip(between, strides, strict=True)
     ]
-    of_each = math.prod(
-        min(extents[d], _sets(stride)) for d, stride in zip(between, strides, strict=True)
-    )
-    sharing = lines / min(of_each, _sets(*strides), WAY_BYTES // LINE_BYTES)
-    return Lines(True, math.sqrt(sharing / CROWDED_LINES) if sharing > PLAIN_LINES else 0.0)
+    lines = _lines(loops)
+    if lines <= WAYS:
+        return STAY
+    sets = _sets(loops)
+    sharing = lines / sets
+    if sharing <= WAYS:
+        return Lines(KEPT, 0.0)
+    most = next((crowding for few, crowding in CROWDING.items() if sets <= few), 0.0)
+    part = max(0.0, 1.0 + math.log2(sharing / CROWDED_LINES) / 2)
+    return Lines(1.0, min(CROWDING[1] * part, most))
 
 
-def _sets(*strides: int) -> int:
-    """In how many places of a way those can begin that are multiples of these apart."""
-    return WAY_BYTES // math.gcd(*strides, WAY_BYTES)
+def _lines(loops: Sequence[tuple[int, int]]) -> int:
+    """How many lines are read by loops over dimensions of these extents and strides, bytes."""
+    within = [extent * stride for extent, stride in loops if stride < LINE_BYTES]
+    apart = math.prod(extent for extent, stride in loops if stride >= LINE_BYTES)
+    return apart * math.ceil(max(within, default=1) / LINE_BYTES)
+
+
+def _sets(loops: Sequence[tuple[int, int]]) -> int:
+    """In how many sets these lines lie."""
+    begins = {0}
+    for extent, stride in loops:
+        places = min(extent, WAY_BYTES // math.gcd(stride, WAY_BYTES))
+        begins = {(begin + i * stride) % WAY_BYTES for begin in begins for i in range(places)}
+        if len({begin // LINE_BYTES for begin in begins}) == WAY_BYTES // LINE_BYTES:
+            break
+    return len({begin // LINE_BYTES for begin in begins})

@@ -26,7 +26,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 42
+MODEL_REVISION = 43
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `siting`, `rewrite`,
@@ -135,10 +135,10 @@ class Constants:
       moves_invariants: what a loop sends of what it does not change is sent once, in front of it.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
-      transposed_s: seconds for each element that a transpose reads across cache lines, beyond what
-        its bytes take; on a shared host alone.
-      collided_s: the same where the lines push each other out of the cache, of a crowding of 1
-        (`cache_lines`); 0 for as long as those that do not.
+      transposed_s: seconds for each element that a transpose reads across cache lines, where the
+        cache does not hold these (`cache_lines`), beyond its bytes; on a shared host alone.
+      collided_s: the same where the lines push each other out of the cache, of a crowding of 1; 0
+        for as long as those that do not.
       degenerate_s: seconds for each element of a sum of products beside a dimension of one element
         (`degenerate`), beyond its arithmetic and its bytes; on a shared host alone.
       degenerate_across_s: the same where what is added up does not lie densely.
@@ -274,7 +274,7 @@ class CostModel:
         Args:
           flops, bytes_, trips: of one entry a kernel.
           dtypes: of a product's operands; "" for other kernels.
-          transposed: elements that a kernel reads across cache lines.
+          transposed: elements that a kernel reads across cache lines, each by what it costs.
           collided: those whose lines push each other out of the cache, each by its crowding.
           turned: whether it is a convolution that no library takes.
           vectorized: whether it does not do its arithmetic element by element.

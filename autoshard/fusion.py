@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Collection
 from typing import NamedTuple
 
+from autoshard.cache_lines import Turn
 from autoshard.operations import BORDERS, FREE, HEAVY, JOINS, SLICES, Operations
 
 _EXPENSIVE = frozenset(
@@ -60,13 +61,13 @@ class Transposed(NamedTuple):
     Attributes:
       product: the product that makes it just so, unless its parts are summed over devices; else -1.
       arrays: how many of its size are read for it, each across cache lines.
-      crowding: how much the lines push each other out of the cache (`cache_lines`).
+      turn: from which order to which.
     """
 
     value: int
     product: int
     arrays: int
-    crowding: float
+    turn: Turn
 
 
 class Fusion:
@@ -218,9 +219,9 @@ class Fusion:
                 value=value,
                 product=product,
                 arrays=self._made_of(value) if copies else self._arrays(ops.operands[v], kernel),
-                crowding=how.crowding,
+                turn=turn,
             )
-            for value, how in found.items()
+            for value, turn in found.items()
         ]
 
     def _made_of(self, v: int) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.buffers import Loop, Values, assign
+from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
 from autoshard.fusion import Fusion, Transposed
 from autoshard.operations import BORDERS, HEAVY, JOINS, UPDATE, Operations, OwnSend
@@ -72,7 +73,8 @@ class KernelTable:
       transposed_product: (t,) the product that makes it just so, unless its parts are summed over
         devices; else -1.
       transposed_arrays: (t,) how many arrays of its size are read for it, each across cache lines.
-      transposed_crowding: (t,) how much the lines push each other out of the cache (`cache_lines`).
+      transposed_extents: (t,) its dimensions if nothing is sharded.
+      transposed_turns: (t,) from which order of them to which it is brought.
       summed_products: what XLA:CPU hands to a library as sums of products (`degenerate`).
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
@@ -109,7 +111,8 @@ class KernelTable:
     transposed_value: np.ndarray
     transposed_product: np.ndarray
     transposed_arrays: np.ndarray
-    transposed_crowding: np.ndarray
+    transposed_extents: tuple[tuple[int, ...], ...]
+    transposed_turns: tuple[Turn, ...]
     summed_products: tuple[SummedProduct, ...]
     buffer: np.ndarray
     live_from: np.ndarray
@@ -242,7 +245,8 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         transposed_value=np.array([t.value for t in transposed], dtype=int),
         transposed_product=np.array([t.product for t in transposed], dtype=int),
         transposed_arrays=np.array([t.arrays for t in transposed], dtype=int),
-        transposed_crowding=np.array([t.crowding for t in transposed], dtype=float),
+        transposed_extents=tuple(tuple(ops.dims[t.value]) for t in transposed),
+        transposed_turns=tuple(t.turn for t in transposed),
         summed_products=_summed_products(ops, kernel_value, summed),
         buffer=np.array(buffer, dtype=int),
         live_from=live_from,

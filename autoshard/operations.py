@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from autoshard.buffers import Loop
-from autoshard.cache_lines import Lines
+from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
 from autoshard.compat.convolution import convolution
 from autoshard.compat.invariants import Origin, origin_of
@@ -155,7 +155,7 @@ class Operations:
         self.loops: list[Loop] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
         self.turned: set[int] = set()
-        self.transposed: dict[int, dict[int, Lines]] = {}
+        self.transposed: dict[int, dict[int, Turn]] = {}
         self.summed: dict[int, int] = {}
         self.length = 0
         self.sent: list[OwnSend] = []
@@ -252,9 +252,9 @@ class Operations:
             self.turned.add(first)
         if name == "stablehlo.reduce" and (dimension := stablehlo.summed_dimension(op)) >= 0:
             self.summed[first] = dimension
-        if how := transposed_operands(op):
+        if turns := transposed_operands(op):
             made = name == "stablehlo.transpose"  # in parts as its result, not as its operand
-            self.transposed[first] = {first if made else operands[i]: t for i, t in how.items()}
+            self.transposed[first] = {first if made else operands[i]: t for i, t in turns.items()}
         for i in operands:
             self.uses[i].append((name, first if op.results else -1))
         self.tags[tag] = (first, len(op.results))

@@ -10,13 +10,16 @@ those of a convolution to batch, space, features and space, features read, featu
 
 from collections.abc import Sequence
 
-from autoshard.cache_lines import Lines, lines_read
+from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
 from autoshard.compat.convolution import convolution
 
 
-def transposed_operands(operation: stablehlo.Operation) -> dict[int, Lines]:
-    """Which operands of an operation XLA:CPU moves across cache lines, in it or for it, and how."""
+def transposed_operands(operation: stablehlo.Operation) -> dict[int, Turn]:
+    """Which operands of an operation XLA:CPU brings to another order, in it or for it.
+
+    Of a transpose in the dimensions of what it makes, else in those of the operand.
+    """
     orders: dict[int, Sequence[int]] = {}
     if operation.name == "stablehlo.transpose":
         orders[0] = stablehlo.permutation(operation)
@@ -25,8 +28,17 @@ def transposed_operands(operation: stablehlo.Operation) -> dict[int, Lines]:
     elif operation.name == "stablehlo.convolution":
         read = convolution(operation)
         orders = {} if read.turned else dict(enumerate(read.orders))
-    turns = {i: _lines(operation.operands[i], to) for i, to in orders.items()}
-    return {i: how for i, how in turns.items() if how.crossed}
+    turns = {}
+    for i, to in orders.items():
+        dims, bits = stablehlo.shape_and_bits(str(operation.operands[i].type))
+        if [d for d in to if dims[d] > 1] == [d for d in range(len(dims)) if dims[d] > 1]:
+            continue
+        before, after = reversed(range(len(dims))), reversed(to)
+        if operation.name == "stablehlo.transpose":
+            becomes = {d: place for place, d in enumerate(to)}
+            before, after = (becomes[d] for d in before), (becomes[d] for d in after)
+        turns[i] = Turn(tuple(before), tuple(after), bits / 8)
+    return turns
 
 
 def _orders_of_product(operation: stablehlo.Operation) -> dict[int, Sequence[int]]:
@@ -50,10 +62,3 @@ def _is_read_as_it_lies(
     if len(first) == len(second) == 1 and to[-2] > to[-1]:
         to = [*to[:-2], to[-1], to[-2]]
     return list(to) == sorted(to)
-
-
-def _lines(value: stablehlo.Value, to: Sequence[int]) -> Lines:
-    dims, bits = stablehlo.shape_and_bits(str(value.type))
-    before = [d for d in reversed(range(len(dims))) if dims[d] > 1]
-    after = [d for d in reversed(to) if dims[d] > 1]
-    return lines_read(dims, before, after, bits / 8)

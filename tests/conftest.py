@@ -8,6 +8,8 @@ import hypothesis
 import jax
 import pytest
 
+from autoshard import cache_lines
+
 jax.config.update("jax_num_cpu_devices", 8)
 # Other work may share the machine: slow is no failure.
 hypothesis.settings.register_profile("autoshard", deadline=None)
@@ -28,6 +30,16 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 
 def _on_gpus(config: pytest.Config) -> bool:
     return config.getoption("markexpr") == "gpu"
+
+
+@pytest.fixture
+def no_line_is_kept(monkeypatch):
+    """A cache too small for any lines: each element that leaves its line counts as one."""
+    cache_lines.lines_read.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(cache_lines, "WAYS", 0)
+        yield
+    cache_lines.lines_read.cache_clear()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from autoshard import hlo
-from autoshard.cache_lines import Lines, lines_read
 from autoshard.compat.executable import compile_module
 from autoshard.cost import CostModel
 from autoshard.hlo.steps import Launch, Steps
 from autoshard.hlo.work import Work
+from autoshard.kernels import KernelTable
 from autoshard.layout import MeshShape
 from autoshard.lowering import lower_step
 from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from tests.analysed import CONSTANTS, analyse, baseline, kernels_of, propagator, target
 from tests.programs import normal, shaped, train
+
+pytestmark = pytest.mark.usefixtures("no_line_is_kept")
 
 T, TALL, WIDE = (8, 24, 40), (40, 4, 24), (4, 24, 40)
 HEADS, SCORES = (8, 24, 4, 20), (8, 4, 24, 24)
@@ -48,8 +50,13 @@ PRODUCTS = {
 def by_rung_1(function, *shapes) -> float:  # type: ignore[no-untyped-def]
     kernels = kernels_of(function, *shapes)
     alone = kernels.transposed_product < 0
-    times = kernels.kernel_trips[kernels.transposed_kernel]
+    times = kernels.kernel_trips[kernels.transposed_kernel] * crossed(kernels)
     return float(np.dot(kernels.value_elements[kernels.transposed_value], times * alone))
+
+
+def crossed(kernels: KernelTable) -> list[float]:
+    both = zip(kernels.transposed_turns, kernels.transposed_extents, strict=True)
+    return [turn.lines(extents).crossed for turn, extents in both]
 
 
 def compiled(function, *shapes) -> float:  # type: ignore[no-untyped-def]
@@ -165,52 +172,6 @@ def test_gradients_are_transposed_as_compiled(
     assert with_.compute_s - without.compute_s == pytest.approx(8 * elements * 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("extents", "before", "after", "sharing"),
-    [
-        ((512, 512), (1, 0), (0, 1), 256),  # 2048 bytes apart: two sets
-        ((256, 256), (1, 0), (0, 1), 64),
-        ((1024, 1024), (1, 0), (0, 1), 1024),
-        ((384, 384), (1, 0), (0, 1), 48),  # 1536 apart: eight sets
-        ((1000, 1000), (1, 0), (0, 1), 1000 / 64),
-        ((516, 516), (1, 0), (0, 1), None),  # 2064 apart: in all sets, of which none is full
-        ((32, 1024), (1, 0), (0, 1), 32),
-        ((64, 64), (1, 0), (0, 1), None),
-        ((64, 3, 256), (2, 1, 0), (0, 1, 2), 48),  # 1024 and 3072 apart: the same four sets
-        # Images to the front: those of one place share a set, the places of a row take sixteen.
-        ((32, 16, 16, 64), (3, 2, 1, 0), (0, 2, 1, 3), 512),
-    ],
-)
-def test_the_more_lines_share_a_set_the_more_they_crowd(
-    extents: tuple[int, ...],
-    before: tuple[int, ...],
-    after: tuple[int, ...],
-    sharing: float | None,
-) -> None:
-    crossed, crowding = lines_read(extents, before, after, 4.0)
-    assert crossed
-    assert crowding == pytest.approx((sharing / 256) ** 0.5 if sharing else 0.0)
-
-
-def test_short_rows_cross_lines_that_have_not_gone() -> None:
-    for before, after in (((1, 0), (0, 1)), ((0, 1), (1, 0))):
-        assert lines_read((4096, 16), before, after, 4.0) == Lines(crossed=True, crowding=0.0)
-        assert lines_read((4096, 17), before, after, 4.0).crowding > 0.0
-
-
-def test_both_rungs_count_what_collides() -> None:
-    def swapped(x):  # type: ignore[no-untyped-def]
-        return jnp.swapaxes(x, 0, 1) * 2.0
-
-    for side, crowding in ((512, 1.0), (256, 0.5), (516, 0.0)):
-        kernels = kernels_of(swapped, (side, side))
-        assert kernels.transposed_crowding.tolist() == [crowding]
-        text = jax.jit(swapped).lower(shaped(side, side)).compile().as_text()
-        module = hlo.parse(text)
-        (work,) = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
-        assert (work.transposed, work.collided) == (side**2, side**2 * crowding)
-
-
 def test_each_array_that_makes_what_is_transposed_is_read_across_lines() -> None:
     def swapped(x, y):  # type: ignore[no-untyped-def]
         return jnp.swapaxes(x * y + 1.0, 0, 1) * 2.0
@@ -229,7 +190,9 @@ def test_what_makes_a_convolutions_operand_is_read_across_lines_too() -> None:
 
     images = (24, 12, 12, 40)
     shapes = images, images, (24, 12, 12, 20)
-    assert kernels_of(gradient, *shapes).transposed_arrays.tolist() == [2]
+    kernels = kernels_of(gradient, *shapes)
+    across = zip(kernels.transposed_arrays.tolist(), crossed(kernels), strict=True)
+    assert [arrays for arrays, out in across if out] == [2]
     assert compiled(gradient, *shapes) == 2 * 24 * 12 * 12 * 40
 
 

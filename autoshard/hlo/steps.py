@@ -360,7 +360,7 @@ class Steps:
                 inside.turned_flops += flops
             return
         moved, how = transposed(instruction, computation, fused_from is not None)
-        inside.transposed += moved
+        inside.transposed += moved * how.crossed
         inside.collided += moved * how.crowding
         flops = plain_flops(instruction, computation)
         inside.elements += flops

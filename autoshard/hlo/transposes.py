@@ -1,6 +1,6 @@
 """Elements that an instruction moves from one densest dimension to another."""
 
-from autoshard.cache_lines import STAY, Lines, lines_read
+from autoshard.cache_lines import STAY, Lines, Turn
 from autoshard.hlo.flops import ELEMENTWISE
 from autoshard.hlo.records import Computation, Instruction, Shape
 
@@ -30,7 +30,9 @@ def transposed(
     before = [becomes[d] for d in _densest_first(source)]
     if fused and set(before[:1]) & _contracted(instruction, computation):
         return 0, STAY
-    how = lines_read(made.dims, before, _densest_first(made), made.bytes / max(made.size, 1))
+    after = _densest_first(made)
+    turn = Turn(tuple(before), tuple(after), made.bytes / max(made.size, 1))
+    how = turn.lines(made.dims)
     if not how.crossed:
         return 0, how
     return made.size * (_arrays(instruction, computation) if fused else 1), how

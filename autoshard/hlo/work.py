@@ -19,9 +19,9 @@ class Work:
       transcendentals: the part of them that are exp, tanh, sqrt and their like.
       unvectorized_flops: the part of them that a loop does element by element (`vectorization`).
       bytes: read from and written to the main memory.
-      transposed: elements that transposes read across cache lines (`hlo.transposes`).
-      collided: those of them whose lines push each other out of the cache, each by its crowding
-        (`cache_lines`).
+      transposed: elements that transposes read across cache lines (`hlo.transposes`), each by what
+        it costs (`cache_lines.Lines.crossed`).
+      collided: those of them whose lines push each other out of the cache, each by its crowding.
       degenerate: elements of sums of products beside a dimension of one (`degenerate`), where what
         is added up lies densely.
       degenerate_across: the same where it does not.

@@ -8,7 +8,7 @@ that is usual: `docs/decisions/0039-gathers-along-inner-dimensions.md`.
 import math
 from typing import NamedTuple
 
-from autoshard.cache_lines import lines_read
+from autoshard.cache_lines import Turn
 from autoshard.compat.judged import Communication
 from autoshard.subaxes import ways
 
@@ -18,7 +18,7 @@ class Copy(NamedTuple):
 
     Attributes:
       bytes: read and written beyond what those that make and take the array do.
-      transposed: elements that it reads across cache lines.
+      transposed: elements that it reads across cache lines, each by what it costs.
       collided: those whose lines push each other out of the cache, each by its crowding.
     """
 
@@ -49,11 +49,12 @@ def _copy(
     Args:
       written: it is an array of its own; else whatever takes it reads across lines.
     """
-    usual = [d for d in reversed(range(len(extents))) if extents[d] > 1]
-    turned = [d for d in usual if d != dimension] + [d for d in usual if d == dimension]
+    usual = tuple(d for d in reversed(range(len(extents))) if extents[d] > 1)
+    turned = tuple(sorted(usual, key=lambda d: d == dimension))
     if usual == turned:
         return None
-    how = lines_read(extents, *((turned, usual) if back else (usual, turned)), bytes_each)
+    turn = Turn(turned, usual, bytes_each) if back else Turn(usual, turned, bytes_each)
+    how = turn.lines(extents)
     elements = math.prod(extents)
-    moved = float(elements * how.crossed)
-    return Copy(2.0 * elements * bytes_each * written, moved, moved * how.crowding)
+    copied = 2.0 * elements * bytes_each * written
+    return Copy(copied, elements * how.crossed, elements * how.crowding)

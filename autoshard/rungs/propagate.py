@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from autoshard.analysis import Analysis
 from autoshard.compat import shardings, stablehlo
 from autoshard.compat.judged import Communication, Judged
+from autoshard.compat.reshards import Division
 from autoshard.cost import Constants, CostModel
 from autoshard.degenerate import elements
 from autoshard.errors import LayoutError
@@ -47,7 +49,14 @@ class Propagator:
     def __init__(self, analysis: Analysis):
         self._analysis = analysis
         self._attributes = shardings.Attributes(analysis.module.context)
-        self._site_values = {site: value for value, site in analysis.kernels.site_values}
+        kernels = analysis.kernels
+        self._site_values = {site: value for value, site in kernels.site_values}
+        self._results = {
+            first + k: (tag, k)
+            for tag, (first, count) in kernels.tags.items()
+            for k in range(count)
+        }
+        self._arguments = {value: i for i, value in enumerate(kernels.argument_values)}
 
     def judge(self, space: Space, layout: Layout, cost: CostModel) -> Estimate | Failure:
         """Predicts a step of one layout.
@@ -133,7 +142,7 @@ class Propagator:
             np.bincount(
                 kernels.transposed_kernel, weights=weights, minlength=len(kernels.kernel_value)
             )
-            for weights in (crossing, crossing * kernels.transposed_crowding)
+            for weights in crossing * self._lines(judged, sizes).T
         )
         along, across = self._degenerate(judged, sizes).T
         alive = np.isfinite(ways_of_kernel)
@@ -200,15 +209,40 @@ class Propagator:
         parts = np.where((parts == 2) & (flops > traffic), 3, parts)  # for arithmetic, some more
         return ~kernels.kernel_loops | is_vectorized(np.ceil(extents), parts)
 
+    def _lines(self, judged: Judged | None, sizes: dict[str, int]) -> np.ndarray:
+        """(t, 2) `cache_lines.Lines` of what kernels transpose: of a device's part of it."""
+        kernels = self._analysis.kernels
+        found = [
+            turn.lines(_local(extents, self._dims(value, judged), sizes))
+            for value, extents, turn in zip(
+                kernels.transposed_value.tolist(),
+                kernels.transposed_extents,
+                kernels.transposed_turns,
+                strict=True,
+            )
+        ]
+        return np.array(found).reshape(-1, 2)
+
+    def _dims(self, value: int, judged: Judged | None) -> Division:
+        """Mesh axes of each dimension of a value; none where the partitioner does not say."""
+        if judged is None:
+            return ()
+        if value in self._arguments:
+            return judged.argument_dims[self._arguments[value]]
+        tag, k = self._results.get(value, (-1, 0))
+        results = judged.dims.get(tag, ())
+        parent = int(self._analysis.kernels.parents[value])
+        if len(results) <= k and parent >= 0:
+            return self._dims(parent, judged)
+        return results[k] if k < len(results) else ()
+
     def _degenerate(self, judged: Judged | None, sizes: dict[str, int]) -> np.ndarray:
         """(k, 2) `degenerate.Elements` of each kernel."""
         kernels = self._analysis.kernels
         found = np.zeros((len(kernels.kernel_value), 2))
         for one in kernels.summed_products:
             (dims, *_) = (judged and judged.dims.get(one.tag)) or ((),)
-            parts = [ways(axes, sizes) for axes in dims] if any(dims) else [1] * len(one.extents)
-            extents = [math.ceil(n / k) for n, k in zip(one.extents, parts, strict=True)]
-            found[one.kernel] += elements(extents, one.dimension)
+            found[one.kernel] += elements(_local(one.extents, dims, sizes), one.dimension)
         return found
 
     def _regathered(
@@ -317,6 +351,13 @@ class Propagator:
             collided=collided,
             touched=np.full(len(copies), peak),
         )
+
+
+def _local(extents: Sequence[int], dims: Division, sizes: dict[str, int]) -> list[int]:
+    """What a device has of dimensions of these extents that mesh axes divide."""
+    if not any(dims):
+        return list(extents)
+    return [math.ceil(n / ways(axes, sizes)) for n, axes in zip(extents, dims, strict=True)]
 
 
 def _touched(

@@ -8,6 +8,8 @@ from autoshard.hlo import HloModule, parse
 from autoshard.hlo.steps import Launch, Steps
 from autoshard.hlo.transposes import transposed
 
+pytestmark = pytest.mark.usefixtures("no_line_is_kept")
+
 FUSED = """HloModule m, is_scheduled=true
 
 %f (p: {source}) -> {made} {{
