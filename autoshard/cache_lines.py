@@ -25,8 +25,11 @@ That of x86-64 finds a set by what a page leaves of an address.
 WAYS = 8
 """Lines that a set of the first cache holds: AMD's before Zen 5. There, and in newer Intels, 12."""
 
-KEPT = 0.4
-"""What an element costs whose line the cache still holds, where one that it does not costs 1."""
+FEW_LINES = 64
+"""So many that the cache holds cost less than those that it does not; more, no less."""
+
+KEPT = 0.5
+"""What an element of such lines costs, where one of lines that the cache does not hold costs 1."""
 
 CROWDING = {1: 1.5, 2: 1.0, 4: 0.25}
 """Of lines that all lie in so many sets: how much they crowd.
@@ -86,11 +89,11 @@ def lines_read(turn: Turn, extents: tuple[int, ...]) -> Lines:
         for d, stride in zip(between, strides, strict=True)
     ]
     lines = _lines(loops)
-    if lines <= WAYS:
+    if lines <= WAYS and len(loops) == 1:  # a loop that short is unrolled
         return STAY
     sets = _sets(loops)
     sharing = lines / sets
-    if sharing <= WAYS:
+    if sharing <= WAYS and lines <= FEW_LINES:
         return Lines(KEPT, 0.0)
     most = next((crowding for few, crowding in CROWDING.items() if sets <= few), 0.0)
     part = max(0.0, 1.0 + math.log2(sharing / CROWDED_LINES) / 2)

@@ -30,11 +30,13 @@ from tests.programs import shaped
         ((256, 256), (1, 0), (0, 1), Lines(1.0, 0.25)),  # 1024 apart: four sets, 64 lines each
         ((384, 384), (1, 0), (0, 1), Lines(1.0, 0.0)),  # 1536 apart: eight sets
         ((760, 1000), (1, 0), (0, 1), Lines(1.0, 0.0)),  # all sets, 12 lines each
-        ((500, 1001), (1, 0), (0, 1), Lines(KEPT, 0.0)),
+        ((64, 1001), (1, 0), (0, 1), Lines(KEPT, 0.0)),
+        ((65, 1001), (1, 0), (0, 1), Lines(1.0, 0.0)),  # two lines of a set, but many
         # 4100 apart: the lines of sixteen columns share a set, and the next sixteen the next one.
         ((32, 1025), (1, 0), (0, 1), Lines(1.0, 0.0)),
         ((1024, 16), (1, 0), (0, 1), Lines(1.0, 0.0)),  # a line each: all sets, 16 lines each
-        ((1024, 2), (1, 0), (0, 1), Lines(KEPT, 0.0)),  # eight rows to a line
+        ((512, 2), (1, 0), (0, 1), Lines(KEPT, 0.0)),  # eight rows to a line
+        ((4, 2, 256), (2, 1, 0), (1, 0, 2), Lines(KEPT, 0.0)),  # eight lines, but in two loops
         ((64, 3, 256), (2, 1, 0), (0, 1, 2), Lines(1.0, 0.25)),  # 1024 and 3072: the same four
         ((64, 64, 16, 16), (3, 2, 1, 0), (0, 3, 2, 1), Lines(1.0, 1.5)),
         # Images to the front: those of one place share a set, the places of a row take sixteen.
@@ -73,7 +75,7 @@ def test_both_rungs_count_what_collides() -> None:
     def swapped(x):  # type: ignore[no-untyped-def]
         return jnp.swapaxes(x, 0, 1) * 2.0
 
-    for side, crossed, crowding in ((512, 1.0, 1.0), (256, 1.0, 0.25), (500, KEPT, 0.0)):
+    for side, crossed, crowding in ((512, 1.0, 1.0), (256, 1.0, 0.25), (60, KEPT, 0.0)):
         kernels = kernels_of(swapped, (side, side))
         (turn,), (extents,) = kernels.transposed_turns, kernels.transposed_extents
         assert turn.lines(extents) == (crossed, crowding)
