@@ -89,8 +89,8 @@ def lines_read(turn: Turn, extents: tuple[int, ...]) -> Lines:
         for d, stride in zip(between, strides, strict=True)
     ]
     lines = _lines(loops)
-    if lines <= WAYS and len(loops) == 1:  # a loop that short is unrolled
-        return STAY
+    if lines <= WAYS:  # one loop that short is unrolled; of two the arithmetic is not vectorized
+        return STAY if len(loops) == 1 else Lines(1.0, 0.0)
     sets = _sets(loops)
     sharing = lines / sets
     if sharing <= WAYS and lines <= FEW_LINES:

@@ -26,7 +26,7 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 44
+MODEL_REVISION = 45
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `precision`, `siting`, `rewrite`,

@@ -36,7 +36,7 @@ from tests.programs import shaped
         ((32, 1025), (1, 0), (0, 1), Lines(1.0, 0.0)),
         ((1024, 16), (1, 0), (0, 1), Lines(1.0, 0.0)),  # a line each: all sets, 16 lines each
         ((512, 2), (1, 0), (0, 1), Lines(KEPT, 0.0)),  # eight rows to a line
-        ((4, 2, 256), (2, 1, 0), (1, 0, 2), Lines(KEPT, 0.0)),  # eight lines, but in two loops
+        ((4, 2, 256), (2, 1, 0), (1, 0, 2), Lines(1.0, 0.0)),  # eight lines, but in two loops
         ((64, 3, 256), (2, 1, 0), (0, 1, 2), Lines(1.0, 0.25)),  # 1024 and 3072: the same four
         ((64, 64, 16, 16), (3, 2, 1, 0), (0, 3, 2, 1), Lines(1.0, 1.5)),
         # Images to the front: those of one place share a set, the places of a row take sixteen.
