@@ -21,7 +21,14 @@ from autoshard.no_plan import why_no_plan
 from autoshard.plan import Evidence, Plan
 from autoshard.pricing import cost_model
 from autoshard.strategy import Strategy
-from autoshard.subjects import KnobValue, ModelFn, check_samples, make_subject, trace_all
+from autoshard.subjects import (
+    KnobValue,
+    ModelFn,
+    all_subjects,
+    check_samples,
+    make_subject,
+    trace_all,
+)
 from autoshard.target import Target, find_target
 from autoshard.trial import Stage
 from autoshard.validity import checked_plan
@@ -83,6 +90,8 @@ def search(
     start_s = time.perf_counter()
     if not 0 <= memory_headroom < 1:
         raise ValueError(f"memory_headroom must be in [0, 1), got {memory_headroom}")
+    if seed < 0:
+        raise ValueError(f"seed must be 0 or more, got {seed}: batches are drawn from it")
     target = find_target(mesh, memory_bytes, hardware)
     if executor is not None and target.is_here and target.platform != "cpu":
         raise TargetError(
@@ -106,7 +115,8 @@ def search(
             check_samples(programs, seed)
         as_subject = functools.partial(make_subject, target=target, mesh_shape=mesh_shape, fix=fix)
         tell(1, "reading the program")
-        subjects = [as_subject(p) for p in programs]
+        subjects, unread = all_subjects(programs, as_subject)
+        notes += unread
         cost = cost_model(target, calibration, lambda: tell(2, "calibrating: once for a machine"))
         tell(3, "ready for layouts")
         folder = log.path.parent if log.path is not None else None

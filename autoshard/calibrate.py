@@ -106,10 +106,10 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         # An all-gather holds one part of each device, and what is made of them.
         large = fitting(_LARGEST, 16 * n, target.memory_bytes // 4)
     probes |= {name: probe.run for name, probe in sized.items()}
-    groups = sorted({2, n} & set(range(2, n + 1))) if n > 1 else []
-    for group in groups:
+    sizes = {group: (_divided(small, group), _divided(large, group)) for group in groups_of(n)}
+    for group, both in sizes.items():
         for kind in KINDS:
-            for size in (small, large):
+            for size in both:
                 probes[kind, group, size] = _collective(target, kind, group, size)
     seconds = median_of_draws(probes, draws)
     idle = seconds["nothing"]
@@ -118,14 +118,14 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         return max(seconds[name] - idle, 1e-7)
 
     links = []
-    for group in groups:
+    for group, (few_elements, many) in sizes.items():
         for kind in KINDS:
             short, long = (
-                max(seconds[kind, group, s] - idle, 1e-7) / _REPEATS for s in (small, large)
+                max(seconds[kind, group, s] - idle, 1e-7) / _REPEATS for s in (few_elements, many)
             )
             payload = {"all_gather": group}.get(kind, 1)
-            s_per_byte = max(long - short, 1e-12) / ((large - small) * 4 * payload)
-            latency = max(short - s_per_byte * small * 4 * payload, 1e-7)
+            s_per_byte = max(long - short, 1e-12) / ((many - few_elements) * 4 * payload)
+            latency = max(short - s_per_byte * few_elements * 4 * payload, 1e-7)
             links.append(
                 LinkCost(kind=kind, group_size=group, latency_s=latency, s_per_byte=s_per_byte)
             )
@@ -164,6 +164,21 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         clock_hz=chip.clock_hz.value if chip and chip.clock_hz else 0.0,
         source=f"{chip.name} {chip.digest}" if chip else "",
     )
+
+
+def groups_of(devices: int) -> tuple[int, ...]:
+    """The sizes of groups that are measured: the smallest that all devices make, and all of them.
+
+    >>> groups_of(8), groups_of(6), groups_of(9), groups_of(5), groups_of(1)
+    ((2, 8), (2, 6), (3, 9), (5,), ())
+    """
+    divisors = [size for size in range(2, devices + 1) if devices % size == 0]
+    return tuple(dict.fromkeys((divisors[0], devices))) if divisors else ()
+
+
+def _divided(size: int, group: int) -> int:
+    """The least number of elements, no fewer than these, of which each of a group has as many."""
+    return -(-size // group) * group
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from autoshard import calibrate
 from autoshard.cost import Constants
-from autoshard.host import processor
+from autoshard.host import cores, processor
 from autoshard.target import Target
 
 
@@ -40,7 +40,7 @@ def calibrated(
             str(target.device_count),
             jax.__version__,
             " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),  # they make other programs
-            f"{processor()}|{os.cpu_count()}|{np.__version__}",
+            f"{processor()}|{cores()}|{np.__version__}",
             chip.digest if chip else "",
         ]
     )

@@ -1,5 +1,6 @@
 """Which processor this host has: figures measured on one do not hold on another."""
 
+import os
 import pathlib
 import platform
 
@@ -10,6 +11,16 @@ _GENERATION = ("cpu family", "model", "stepping", "CPU implementer", "CPU part",
 def machine() -> str:
     """The kind of machine this is, as results name it: its architecture and its processor."""
     return f"{platform.machine()} {processor()}".strip()
+
+
+def cores() -> int:
+    """How many cores this process may use, where the system says it; else how many there are.
+
+    A batch system gives a job some of a node's.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def processor() -> str:

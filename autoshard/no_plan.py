@@ -116,8 +116,8 @@ _SYNTHETIC = " The batches were synthetic (normal floats, integers 0 or 1): give
 _REMEDIES = {
     Kind.TIMEOUT: "give each compilation longer: Budget(compile_seconds=...); where an executor was"
     " given, see whether its workers still run",
-    Kind.CRASH: "see the message, and the workers' output in the folder workers/ beside the"
-    " journal; where an executor was given, whether it still runs",
+    Kind.CRASH: "see the message; with a journal, the workers' output is in the folder workers/"
+    " beside it; where an executor was given, see whether it still runs",
     Kind.UNSUPPORTED: "change in the step what the message names, or take another jax",
     Kind.NUMERICS: "check the step on one device first: non-finite values there stay non-finite",
 }

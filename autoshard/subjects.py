@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from autoshard.analysis import analyse
 from autoshard.driver import Subject
@@ -13,18 +14,19 @@ from autoshard.fix import read_fix, unfit
 from autoshard.layout import MeshShape, Spec
 from autoshard.meshes import mesh_shapes
 from autoshard.program import Program, sample_batch, trace
-from autoshard.space import Space
+from autoshard.space import Knobs, Space
 from autoshard.target import Target
 from autoshard.workload import Workload
 from autoshard.written import analyse_written
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 KnobValue = str | int | float | bool | None
 ModelFn = Callable[..., Workload]
 
 
-def knob_values(
-    model_fn: ModelFn, knobs: Mapping[str, Sequence[KnobValue]] | None
-) -> list[tuple[tuple[str, KnobValue], ...]]:
+def knob_values(model_fn: ModelFn, knobs: Mapping[str, Sequence[KnobValue]] | None) -> list[Knobs]:
     """Every combination of knob values, sorted by name within each.
 
     Raises:
@@ -69,17 +71,11 @@ def trace_all(
     Raises:
       WorkloadError: what `trace` refuses, or knobs that change the global batch.
     """
-    programs: list[Program] = []
-    notes: list[str] = []
-    first: Exception | None = None
-    for values in knob_values(model_fn, knobs):
-        try:
-            programs.append(trace(model_fn(**dict(values)), values, keep_constraints))
-        except Exception as error:  # the user's own code may raise anything
-            first = first or error
-            notes.append(f"knobs {dict(values)} cannot be traced: {error}".splitlines()[0][:300])
-    if not programs and first is not None:
-        raise first
+
+    def traced(values: Knobs) -> Program:
+        return trace(model_fn(**dict(values)), values, keep_constraints)
+
+    programs, notes = _those_that_can(traced, knob_values(model_fn, knobs), dict, "traced")
     for program in programs[1:]:
         for a, b in itertools.zip_longest(programs[0].batch, program.batch):
             if a is None or b is None or (a.path, a.shape, a.dtype) != (b.path, b.shape, b.dtype):
@@ -91,6 +87,48 @@ def trace_all(
                     f" {f'{b.dtype}{list(b.shape)}' if b else 'absent'} with {dict(program.knobs)}"
                 )
     return programs, notes
+
+
+def all_subjects(
+    programs: Sequence[Program], as_subject: Callable[[Program], Subject]
+) -> tuple[list[Subject], list[str]]:
+    """Analyses every combination of knobs. One that cannot be is noted, unless all fail.
+
+    What traces may still not lower for the target's platform, or name a mesh of other devices.
+
+    Returns:
+      The subjects, and a sentence for each combination that failed.
+
+    Raises:
+      AutoshardError: what `make_subject` refuses, of the first, where it refuses all.
+    """
+    return _those_that_can(as_subject, programs, lambda program: dict(program.knobs), "analysed")
+
+
+def _those_that_can(
+    make: Callable[[A], B],
+    given: Sequence[A],
+    knobs_of: Callable[[A], Mapping[str, KnobValue]],
+    done: str,
+) -> tuple[list[B], list[str]]:
+    """What is made of each combination of knobs, and a sentence for each of which nothing is.
+
+    Raises:
+      Exception: the first error, where nothing is made of any.
+    """
+    made: list[B] = []
+    notes: list[str] = []
+    first: Exception | None = None
+    for one in given:
+        try:
+            made.append(make(one))
+        except Exception as error:  # the user's own code may raise anything
+            first = first or error
+            text = f"knobs {dict(knobs_of(one))} cannot be {done}: {error}"
+            notes.append(text.splitlines()[0][:300])
+    if not made and first is not None:
+        raise first
+    return made, notes
 
 
 def check_samples(programs: Sequence[Program], seed: int) -> None:

@@ -24,6 +24,7 @@ from autoshard.subjects import ModelFn, knob_values, make_subject
 from autoshard.target import Target
 from autoshard.topology import arrangement, parse_topology
 from autoshard.trial import Collective, Estimate, Failure, Kind
+from autoshard.written import analyse_written
 
 
 def checked_plan(
@@ -56,12 +57,17 @@ def checked_plan(
     if reason is not None:
         raise PlanError(f"{path} does not fit this program:", (f"layout: {reason}",))
     notes = list(record.evidence.notes)
-    digest = subject.analysis.digest
     lowered_for = str(record.target.get("lowered_for", target.lowering_platform))
-    if lowered_for != target.lowering_platform:
-        # Another platform lowers the same step to other operations: compare like with like.
-        digest = analyse(program, lowered_for).digest
+    # Another platform lowers the same step to other operations: compare like with like.
+    other = lowered_for != target.lowering_platform
+    digest = (analyse(program, lowered_for) if other else subject.analysis).digest
     recorded = str(record.program.get("digest"))
+    if layout.as_written and recorded != digest:  # as files from before did not say it
+        if other:
+            base = analyse(program, lowered_for)
+            digest = analyse_written(program, base, layout.mesh, lowered_for).analysis.digest
+        else:
+            digest = subject.analysis_for(layout).digest
     if recorded != digest:
         if record.versions.get("jax") == versions()["jax"]:
             if not recorded.startswith("step:"):

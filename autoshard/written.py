@@ -15,7 +15,7 @@ from autoshard.compat import flattening, jaxprs, partitioner, shardings, stableh
 from autoshard.compat.invariants import read_invariants
 from autoshard.kernels import read_kernels
 from autoshard.layout import MeshShape, Spec
-from autoshard.program import Leaf, Program
+from autoshard.program import Leaf, Program, digest
 from autoshard.specs import Specs
 
 
@@ -24,7 +24,7 @@ class Written:
     """The baseline "as written", ready to be judged and lowered.
 
     Attributes:
-      analysis: of the step with its own constraints; it has no sites.
+      analysis: of the step with its own constraints, which its digest covers; it has no sites.
       specs: what the constraints imply for inputs and outputs.
     """
 
@@ -40,6 +40,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
     closed = jaxprs.on_mesh(program.written, abstract)
     module = flattening.flatten(stablehlo.lower_abstract(closed, shapes, platform))
     stablehlo.tag(module)
+    text = stablehlo.text_without(module, {})
     attributes = shardings.Attributes(module.context)
     every_open, out_open = (
         [_open(leaf) for leaf in leaves] for leaves in (program.inputs, program.outputs)
@@ -60,6 +61,8 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
         kernels=read_kernels(module, count, {}, platform),
         invariants=read_invariants(module),
         site_of_tag={},
+        # Its constraints are part of the program here, and so is what they imply for its inputs.
+        digest="step:" + digest(f"{text}\n{inputs}")[:24],
     )
     specs = Specs(
         mesh=mesh,

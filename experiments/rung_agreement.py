@@ -77,6 +77,7 @@ def main(argv: list[str]) -> None:
     batch_size = full.replace(**overrides).batch_size
     model_fn, _ = pod_tasks.task(_MODEL.value, batch_size=batch_size)
     programs, _ = trace_all(model_fn, {"remat": tuple(_REMAT.value)}, False)
+    run_folder = pathlib.Path("runs/rung_agreement").absolute() / name
     with opened(folder / f"{name}.jsonl") as journal, progress_bar(console) as progress:
         ledger = Ledger(
             subjects=[make_subject(p, target, "free", None) for p in programs],
@@ -92,9 +93,9 @@ def main(argv: list[str]) -> None:
             callbacks=(show_on(progress),),
             seed=_SEED.value,
             limit_bytes=int(target.memory_bytes * 0.95),  # search's headroom
-            folder=pathlib.Path("runs/rung_agreement").absolute() / name,
+            folder=run_folder,
         )
-        points, skipped = judged(ledger, ledger.folder / "compiled")
+        points, skipped = judged(ledger, run_folder / "compiled")
     figures = {
         "model": _MODEL.value,
         "target": _TARGET.value,

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import json
 import os
 import statistics
 import time
@@ -267,6 +268,12 @@ def test_an_executor_for_live_accelerators_is_refused_before_anything_else(monke
         autoshard.search(mlp, DEVICES, executor=executor)
 
 
+def test_without_a_journal_nothing_is_told_to_lie_where_it_does_not(calibration):
+    plan = autoshard.search(mlp, DEVICES, budget=workloads.MEASURED, calibration=calibration)
+    measured = [t.profiled for t in plan.evidence.trials if isinstance(t.profiled, Measurement)]
+    assert any(m.devices for m in measured) and not any(m.trace for m in measured)
+
+
 def test_a_recorded_timeout_is_tried_again_with_more_time_only(quick, tmp_path, monkeypatch):
     journal = tmp_path / "journal.jsonl"
     calls = []
@@ -383,13 +390,15 @@ def test_fix_pins_an_axis_and_a_leaf_in_every_candidate(quick):
     assert both.batch_shardings["x"].spec == jax.P(("data", "model"))
 
 
-def constrained(mesh):
+def constrained(mesh, hidden=("data", "model")):
+    """Two matrices; the author says where the batch and what lies between them are."""
+
     def model_fn():
         def step(state, batch):
             def loss(w):
                 b = jax.lax.with_sharding_constraint(batch, jax.NamedSharding(mesh, jax.P("data")))
                 h = jax.lax.with_sharding_constraint(
-                    jnp.tanh(b @ w["a"]), jax.NamedSharding(mesh, jax.P("data", "model"))
+                    jnp.tanh(b @ w["a"]), jax.NamedSharding(mesh, jax.P(*hidden))
                 )
                 return jnp.mean((h @ w["b"]) ** 2)
 
@@ -425,6 +434,45 @@ def test_the_users_own_constraints_are_a_baseline_or_kept(quick, tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
+def test_a_step_as_written_is_another_with_other_constraints(quick, tmp_path, monkeypatch):
+    mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2), ("data", "model"))
+    model_fn, other = constrained(mesh), constrained(mesh, ("data",))
+    journal = tmp_path / "journal.jsonl"
+    plan = quick(model_fn, mesh, journal=journal)
+
+    def asked(model_fn):
+        """What of a search with the journal of the first was not answered by it."""
+        before = len(lines(journal))
+        quick(model_fn, mesh, journal=journal)
+        return [r for r in lines(journal)[before:] if r["record"] == "outcome"]
+
+    assert asked(model_fn) == []
+    news = asked(other)
+    assert news and {r["baseline"] for r in news} == {"as written"}
+
+    subject = make_subject(trace(model_fn()), plan.target, "free", None)
+    trials = plan.evidence.trials
+    (index,) = (i for i, t in enumerate(trials) if t.candidate.layout.as_written)
+    layout = trials[index].candidate.layout
+    written = autoshard.Plan(
+        subject.analysis_for(layout),
+        subject.space,
+        plan.target,
+        layout,
+        dataclasses.replace(plan.evidence, ranking=(index,)),
+    )
+    path = tmp_path / "written.json"
+    written.save(path)
+    assert autoshard.load_plan(path, model_fn, mesh).layout == layout
+    with pytest.raises(autoshard.PlanError, match="same leaves, other computation"):
+        autoshard.load_plan(path, other, mesh)
+    # One of before its constraints were part of the digest.
+    data = json.loads(path.read_text())
+    data["program"]["digest"] = subject.analysis.digest
+    path.write_text(json.dumps(data))
+    assert autoshard.load_plan(path, model_fn, mesh).layout == layout
+
+
 def test_the_users_own_constraints_are_left_out_where_they_are_not_as_fixed(quick):
     mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2), ("data", "model"))
     model_fn = constrained(mesh)
@@ -458,6 +506,25 @@ def test_knobs_are_searched_together_and_the_failing_are_noted(quick):
     assert len(notes) == 2
     assert notes[0].startswith("knobs {'remat': 'odd', 'wide': True} cannot be traced: remat='odd'")
     assert all("\n" not in n for n in notes)
+
+
+def test_knobs_that_trace_and_cannot_be_analysed_are_noted_too(quick, monkeypatch):
+    def refusing(*kinds):
+        def analysed(program, *args, **kwargs):
+            if dict(program.knobs)["kind"] in kinds:
+                raise NotImplementedError("no rule for this platform")
+            return make_subject(program, *args, **kwargs)
+
+        return analysed
+
+    model_fn = lambda kind: mlp(0.1 if kind == "a" else 0.2)  # noqa: E731
+    monkeypatch.setattr(api, "make_subject", refusing("b"))
+    plan = quick(model_fn, knobs={"kind": ("a", "b")})
+    assert plan.knobs == {"kind": "a"}
+    assert "knobs {'kind': 'b'} cannot be analysed: no rule for this platform" in str(plan)
+    monkeypatch.setattr(api, "make_subject", refusing("a", "b"))
+    with pytest.raises(NotImplementedError, match="no rule for this platform"):
+        quick(model_fn, knobs={"kind": ("a", "b")})
 
 
 def test_a_measured_search_of_synthetic_batches_says_so(quick):

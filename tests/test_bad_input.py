@@ -445,6 +445,11 @@ def test_budgets_that_are_none():
             autoshard.Budget(**bad)
 
 
+def test_a_seed_that_draws_no_batch_is_told_at_once():
+    with pytest.raises(ValueError, match="seed must be 0 or more, got -1"):
+        autoshard.search(None, jax.devices(), seed=-1)
+
+
 def test_a_callback_that_raises_ends_the_search_with_its_own_error(quick):
     def callback(event):
         raise RuntimeError("the progress bar broke")

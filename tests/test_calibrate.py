@@ -5,6 +5,7 @@ import functools
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from autoshard import calibrate
@@ -14,6 +15,7 @@ from autoshard.calibrate import (
     collided_s,
     degenerate_s,
     fresh_s_per_byte,
+    groups_of,
     least_of_rounds,
     median_of_draws,
     rates_by_dtype,
@@ -143,6 +145,20 @@ def test_an_accelerator_has_its_clock_and_other_dtypes_from_the_catalogue(monkey
     assert found.contract_flops_per_s == rates["f32"] > 0
     assert found.element_flops_per_s > 0 and found.bandwidth_bytes_per_s > 0
     assert {x.group_size for x in found.links} == {2}
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_devices_that_are_no_power_of_two_have_their_collectives_measured(count, monkeypatch):
+    monkeypatch.setattr(calibrate, "_REPEATS", 1)
+    target = find_target(jax.devices()[:count])
+    groups = groups_of(count)
+    assert groups[-1] == count and all(count % group == 0 for group in groups)
+    for group in groups:
+        for kind in KINDS:
+            size = calibrate._divided(64, group)
+            assert 64 <= size < 64 + group and size % group == 0
+            array = calibrate._collective(target, kind, group, size)()
+            assert np.shape(array) == (count, size), kind
 
 
 def test_neither_dispatch_nor_the_result_counts_as_memory_traffic():

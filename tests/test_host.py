@@ -1,10 +1,11 @@
 """Processors by name and generation."""
 
+import os
 import platform
 
 import pytest
 
-from autoshard.host import described, machine, processor
+from autoshard.host import cores, described, machine, processor
 
 X86 = "processor\t: 0\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: AMD EPYC\n"
 
@@ -37,3 +38,10 @@ def test_this_host_has_one() -> None:
 def test_a_machine_is_its_architecture_and_its_processor() -> None:
     architecture, _, rest = machine().partition(" ")
     assert architecture == platform.machine() and rest == processor()
+
+
+def test_only_the_cores_of_this_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    assert cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == (os.cpu_count() or 1)

@@ -16,6 +16,7 @@ import pytest
 
 import autoshard
 from autoshard.driver import compiling, propagating
+from autoshard.driver.search import FIRST_WAVE_ROUNDS
 from autoshard.rungs import profile
 from autoshard.trial import Stage
 from tests import workloads
@@ -84,7 +85,7 @@ def test_the_journal_holds_each_answer_once(searched):
     rungs = [rung for rung, _ in done]
     trials = searched.plan.evidence.trials
     assert rungs.count("compile") == sum(t.compiled is not None for t in trials)
-    assert {"propagate", "compile", "profile"} == set(rungs)
+    assert {"propagate", "compile", "profile", "trace"} == set(rungs)
     for r in records[1:]:
         assert {"record", "key", "rung", "baseline", "candidate"} <= set(r)
         assert r["candidate"]["layout"]["mesh"]
@@ -179,7 +180,7 @@ def test_another_program_seed_or_calibration_shares_no_key(
 def test_who_mends_init_or_the_batches_is_measured_anew(searched, counted, tmp_path):
     """A failure of the numerics check speaks of the values it was made with."""
     journal = tmp_path / "j.jsonl"
-    last = outcomes(lines(searched.journal))[-1][1]
+    last = [key for rung, key in outcomes(lines(searched.journal)) if rung == "profile"][-1]
     failure = {
         "is": "failure",
         "stage": "profile",
@@ -218,6 +219,75 @@ def test_who_mends_init_or_the_batches_is_measured_anew(searched, counted, tmp_p
     assert raced(init=lambda: {**init(), "count": jnp.int32(1)}) == 2
     failed()
     assert raced(sample=None) == 2
+    # What passed with other batches may not pass with these, nor take as long.
+    write_lines(journal, written)
+    assert raced(sample=lambda key: workloads.batch_of(5)) == 2
+
+
+@pytest.mark.parametrize("ended", ["stopped", "no worker process could be started"])
+def test_a_race_that_was_cut_short_is_raced_again_while_there_is_time(
+    searched, counted, tmp_path, ended
+):
+    records = [
+        {**r, "cut_short": ended} if r.get("wave") == "final" and "outcome" in r else r
+        for r in lines(searched.journal)
+    ]
+    journal = write_lines(tmp_path / "j.jsonl", records)
+    late = dataclasses.replace(workloads.MEASURED, seconds=1e-3)
+    plan = run(journal, searched.calibration, budget=late)
+    assert counted["race"] == 0 and plan.evidence.ended == "out of time"
+    run(journal, searched.calibration)
+    assert counted["race"] == 1
+    run(journal, searched.calibration)
+    assert counted["race"] == 1
+
+
+def test_more_rounds_are_run_and_what_had_too_little_time_gets_more(searched, counted, tmp_path):
+    journal = tmp_path / "j.jsonl"
+    journal.write_bytes(searched.journal.read_bytes())
+    longer = dataclasses.replace(workloads.MEASURED, rounds=workloads.MEASURED.rounds + 1)
+    for _ in range(2):
+        run(journal, searched.calibration, budget=longer)
+        assert counted["race"] == 1, "the last race alone, and once"
+    written = lines(searched.journal)
+    last = [key for rung, key in outcomes(written) if rung == "profile"][-1]
+    failure = {
+        "is": "failure",
+        "stage": "profile",
+        "kind": "timeout",
+        "message": "killed after the time limit",
+        "elapsed_s": workloads.MEASURED.measure_seconds,
+        "missing_bytes": None,
+    }
+    write_lines(
+        journal,
+        [
+            {**r, "outcome": failure} if r.get("key") == last and "outcome" in r else r
+            for r in written
+        ],
+    )
+    run(journal, searched.calibration)
+    assert counted["race"] == 1, "as much time as it had is not more"
+    patient = dataclasses.replace(workloads.MEASURED, measure_seconds=failure["elapsed_s"] + 1)
+    run(journal, searched.calibration, budget=patient)
+    assert counted["race"] == 2
+
+
+def test_who_is_interrupted_while_tracing_keeps_the_race(searched, counted, tmp_path):
+    records = lines(searched.journal)
+    end = next(i for i, r in enumerate(records) if r.get("wave") == "final")
+    journal = write_lines(tmp_path / "j.jsonl", records[:end])
+
+    def stop(event):
+        if event.stage is Stage.PROFILE and event.text.startswith("tracing"):
+            raise KeyboardInterrupt
+
+    plan = run(journal, searched.calibration, callbacks=(stop,))
+    best = plan.trial.profiled
+    assert plan.evidence.ended == "interrupted" and counted["race"] == 1
+    assert max(best.rounds) >= FIRST_WAVE_ROUNDS and best.trace == ""
+    again = run(journal, searched.calibration)
+    assert counted["race"] == 1 and again.trial.profiled == best
 
 
 SCRIPT = """

@@ -135,7 +135,7 @@ class Compiling:
                 module,
                 ledger.target,
                 # Another machine may not have this folder, nor may make it.
-                None if self._theirs else str(ledger.folder / "workers" / "compile"),
+                None if self._theirs else ledger.folder_of("workers/compile"),
                 ledger.budget.compile_seconds,
                 self._executables,
             )

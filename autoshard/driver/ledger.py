@@ -71,7 +71,7 @@ class Ledger:
 
     Attributes:
       limit_bytes: what a device may use, headroom taken off.
-      folder: for workers and traces.
+      folder: for workers' output and traces; None to keep none.
       executables: where compiled programs wait to be measured, for as long as this search runs;
         None: they do not.
       start_s: when the search began, by `time.perf_counter`.
@@ -88,7 +88,7 @@ class Ledger:
     callbacks: Sequence[Callback]
     seed: int
     limit_bytes: int
-    folder: pathlib.Path
+    folder: pathlib.Path | None
     executables: pathlib.Path | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
     correction: Correction = dataclasses.field(default_factory=Correction)
@@ -188,15 +188,19 @@ class Ledger:
         return WorkerSettings(
             platform=self.target.platform,
             device_count=self.target.device_count,
-            folder=str(self.folder / "workers" / name),
+            folder=self.folder_of(f"workers/{name}"),
         )
+
+    def folder_of(self, name: str) -> str | None:
+        """A folder for something that is kept, below that of the search; None to keep it not."""
+        return None if self.folder is None else str(self.folder / name)
 
     def key(self, rung: str, subject: Subject, candidate: Candidate, **more: object) -> str:
         """The journal's key: everything an answer of a rung depends on."""
         return key_of(
             rung=rung,
             revision=MODEL_REVISION,
-            program=subject.analysis.digest,
+            program=subject.analysis_for(candidate.layout).digest,
             candidate=candidate.to_json(),
             constants=self.constants.digest,
             leaves=subject.space.fixed_leaves,

@@ -2,16 +2,19 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autoshard.driver.ledger import Ledger, Row
-from autoshard.driver.race_records import RaceRecords
+from autoshard.driver.race_records import RaceRecords, trace_key, with_trace
+from autoshard.errors import WorkerError
+from autoshard.host import cores
+from autoshard.journal import key_of
 from autoshard.lowering import lower_unsharded
 from autoshard.module import Module
 from autoshard.rungs import numerics, profile
 from autoshard.rungs.bench import Bench, Benches
 from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.checking import Finalist
+from autoshard.rungs.checking import Finalist, Touching
 from autoshard.rungs.inputs import Inputs, make_inputs
 from autoshard.rungs.race import Footprint, RaceSettings
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
@@ -76,24 +79,29 @@ class Measuring:
         if not indices:
             return
         keys = {i: self._key(ledger.rows[i], wave) for i in indices}
-        found = {i: ledger.journal.find(key) for i, key in keys.items()}
         ranked: list[int] = []
         # Programs with one kind of state and batch start from the same values.
         groups: dict[object, list[int]] = {}
         for i in indices:
-            failure = found[i]
-            if isinstance(failure, Failure) and self._stands(failure, ledger.rows[i], keys[i]):
-                ledger.rows[i].profiled = failure
-                continue
             program = ledger.subject_of(ledger.rows[i]).analysis.program
             groups.setdefault((program.state, program.state_tree, program.batch), []).append(i)
         for group in groups.values():
-            raced = {i: f for i in group if isinstance(f := found[i], Measurement)}
-            if len(raced) == len(group):
+            more = self._about([keys[i] for i in group], self._inputs_of(ledger.rows[group[0]]))
+            more |= {"wave": wave, "rounds": rounds}
+            open_ = []
+            for i in group:
+                failure = ledger.journal.find(keys[i])
+                if isinstance(failure, Failure) and self._stands(failure, keys[i], more):
+                    ledger.rows[i].profiled = failure
+                else:
+                    open_.append(i)
+            if not open_:
+                continue
+            if (raced := self._raced_before(open_, keys, more, share)) is not None:
                 ranked += self._replayed(raced, keys)
             else:
                 first = first_round + _APART * ledger.rows[group[0]].subject
-                ranked += self._race(bench, group, wave, rounds, first, share, keys)
+                ranked += self._race(bench, open_, rounds, first, share, keys, more)
         if len(groups) > 1:
             ranked.sort(key=ledger.time_of)
         self._rank(ranked)
@@ -102,52 +110,108 @@ class Measuring:
         self,
         bench: Benches,
         group: list[int],
-        wave: str,
         rounds: int,
         first_round: int,
         share: float,
         keys: dict[int, str],
+        more: Mapping[str, object],
     ) -> list[int]:
+        """Races a group, and traces those of the final wave; returns the ranking.
+
+        Args:
+          more: what the journal says beside each record.
+        """
         ledger = self._ledger
         if ledger.late(1.0):
             return []
-        inputs = self._inputs_of(ledger.rows[group[0]])
+        names = {self._name(i): i for i in group}
+        records = RaceRecords(
+            ledger,
+            {name: ledger.rows[i] for name, i in names.items()},
+            {name: keys[i] for name, i in names.items()},
+            more,
+        )
+        try:
+            return self._raced(bench, names, records, rounds, first_round, share)
+        except WorkerError as error:  # nor does that
+            ledger.notes.append(f"not measured: {str(error)[:500]}")
+            return []
+
+    def _raced(
+        self,
+        bench: Benches,
+        names: Mapping[str, int],
+        records: RaceRecords,
+        rounds: int,
+        first_round: int,
+        share: float,
+    ) -> list[int]:
+        """The same, of rows by the names that they race under.
+
+        Raises:
+          WorkerError: no process can be started to measure in.
+        """
+        ledger = self._ledger
+        inputs = self._inputs_of(ledger.rows[next(iter(names.values()))])
         failure = bench.set_inputs(inputs.init, inputs.batches)
         if failure is not None:  # that says nothing of the programs
             ledger.notes.append(
                 f"not measured: the initial state cannot be made unsharded: {failure.message[:500]}"
             )
             return []
-
-        names = {self._name(i): i for i in group}
-        records = RaceRecords(
-            ledger,
-            {name: ledger.rows[i] for name, i in names.items()},
-            {name: keys[i] for name, i in names.items()},
-            {"wave": wave, "inputs": inputs.digest, "numerics": numerics.REVISION},
-        )
         here = ledger.target.platform != "cpu"  # what takes a process down takes down this one
         racing = [name for name in names if not (here and records.died_twice(name))]
-        finalists = [self._finalist(name, names[name], wave) for name in racing]
+        finalists = [self._finalist(name, names[name]) for name in racing]
         if not here:
             records.started(racing)
+        touching: Touching = records.touching if here else contextlib.nullcontext
         judged = profile.judge(
             bench,
             finalists,
             self._references(finalists, [names[name] for name in racing]),
             seed=ledger.seed,
-            folder=str(ledger.folder / "traces"),
             memory_bytes=ledger.target.memory_bytes,
             settings=RaceSettings(max_rounds=rounds),
             should_stop=lambda: ledger.late(share),
-            touching=records.touching if here else contextlib.nullcontext,
+            touching=touching,
             on_progress=lambda done, text: ledger.tell(Stage.PROFILE, done, len(racing), text),
             on_failure=records.failed,
         )
         records.measured(judged, first_round)
-        return [names[n] for n in judged.ranking]
+        ranked = [names[n] for n in judged.ranking]
+        self._rank(ranked)  # whatever interrupts what follows, this is known
+        if judged.cut_short and judged.why_it_ended != "stopped":
+            ledger.notes.append(f"measuring ended early: {judged.why_it_ended[:500]}")
+        ledger.tell(Stage.PROFILE, len(judged.outcomes), len(racing), "measured")
+        if records.final:
+            by_name = {finalist.name: finalist for finalist in finalists}
+            self._trace(bench, [by_name[n] for n in judged.ranking], records, touching, share)
+        return ranked
 
-    def _finalist(self, name: str, index: int, wave: str) -> Finalist:
+    def _trace(
+        self,
+        bench: Benches,
+        measured: Sequence[Finalist],
+        records: RaceRecords,
+        touching: Touching,
+        share: float,
+    ) -> None:
+        """Traces the first in any case, the others as long as there is time."""
+        ledger = self._ledger
+        for number, finalist in enumerate(measured):
+            if number and ledger.late(share):
+                return
+            ledger.tell(Stage.PROFILE, number, len(measured), f"tracing {finalist.name}")
+            try:
+                with touching([finalist.name]):
+                    found = profile.traced(bench, finalist, ledger.folder_of("traces"))
+            except WorkerError as error:
+                ledger.notes.append(f"not traced: {str(error)[:500]}")
+                return
+            if any(found):
+                records.traced(finalist.name, *found)
+
+    def _finalist(self, name: str, index: int) -> Finalist:
         row = self._ledger.rows[index]
         module, compiled = self._ledger.module_of(row), row.compiled
         assert isinstance(module, Module) and isinstance(compiled, Estimate)
@@ -157,7 +221,6 @@ class Measuring:
             footprint=footprint(module, compiled.peak_memory_bytes),
             reference=f"reference {row.subject}",
             checked=row.profiled if isinstance(row.profiled, Measurement) else None,
-            traced=wave == "final",
         )
 
     def _references(
@@ -175,6 +238,9 @@ class Measuring:
     def _replayed(self, raced: dict[int, Measurement], keys: dict[int, str]) -> list[int]:
         """Takes over a race that the journal holds; returns its ranking."""
         for i, measured in raced.items():
+            trace = self._ledger.journal.find(trace_key(keys[i]))
+            if isinstance(trace, Measurement):
+                measured = with_trace(measured, trace)
             self._ledger.rows[i].profiled = measured
 
         def place(i: int) -> tuple[float, float]:
@@ -196,19 +262,59 @@ class Measuring:
             wave=wave,
             compiled=self._compile_key(row),
             host=os.uname().nodename,
+            cores=cores(),
             devices=[str(d) for d in ledger.target.devices],
             seed=ledger.seed,
             init=self._inputs_of(row).init.digest,
             synthetic=workload.sample is None,
         )
 
-    def _stands(self, failure: Failure, row: Row, key: str) -> bool:
-        """Whether a recorded failure says something of today's batches too."""
+    def _about(self, keys: Sequence[str], inputs: Inputs) -> dict[str, object]:
+        """What the journal says of a race beside what came of it: who ran, from what, how."""
+        return {
+            "racing": key_of(racing=sorted(keys)),
+            "inputs": inputs.digest,
+            "numerics": numerics.REVISION,
+            "limit_s": self._ledger.budget.measure_seconds,
+        }
+
+    def _stands(self, failure: Failure, key: str, more: Mapping[str, object]) -> bool:
+        """Whether a recorded failure says something of today's race too.
+
+        What took too long may have longer today. Numerics are another matter with other batches;
+        and where the unsharded step did not run, which may have longer too, they depend on which
+        others there are.
+        """
+        limit_s = self._ledger.budget.measure_seconds
+        if failure.kind is Kind.TIMEOUT:
+            return failure.elapsed_s >= limit_s
         if failure.kind is not Kind.NUMERICS:
             return True
         note = self._ledger.journal.note(key)
-        same = note.get("numerics") == numerics.REVISION
-        return same and note.get("inputs") == self._inputs_of(row).digest
+        had_s = note.get("limit_s")
+        longer = not isinstance(had_s, (int, float)) or had_s < limit_s
+        return not longer and all(note.get(k) == more[k] for k in ("racing", "inputs", "numerics"))
+
+    def _raced_before(
+        self,
+        group: Sequence[int],
+        keys: Mapping[int, str],
+        more: Mapping[str, object],
+        share: float,
+    ) -> dict[int, Measurement] | None:
+        """What the journal holds of a race of just these; None where it holds no such one.
+
+        One that was cut short is raced again, as long as there is time.
+        """
+        journal = self._ledger.journal
+        found = {i: one for i in group if isinstance(one := journal.find(keys[i]), Measurement)}
+        notes = [journal.note(keys[i]) for i in group]
+        same = ("racing", "inputs", "numerics", "rounds")
+        if len(found) < len(group) or any(note.get(k) != more[k] for note in notes for k in same):
+            return None
+        if any(note.get("cut_short") for note in notes) and not self._ledger.late(share):
+            return None
+        return found
 
     def _inputs_of(self, row: Row) -> Inputs:
         """What the programs of a row's knobs start from, made once."""

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from autoshard.driver.ledger import Ledger, Row
-from autoshard.rungs.profile import Judged
+from autoshard.journal import key_of
+from autoshard.rungs.profile import Judged, Profiles
 from autoshard.trial import Failure, Kind, Measurement, Outcome, Stage
 
 
@@ -28,6 +29,11 @@ class RaceRecords:
         self._rows = rows
         self._keys = keys
         self._more = more
+
+    @property
+    def final(self) -> bool:
+        """Whether it is the last race, whose programs are traced."""
+        return self._more.get("wave") == "final"
 
     def _note(self, name: str) -> dict[str, object]:
         return {**self._more, **self._ledger.note("profile", self._rows[name])}
@@ -68,8 +74,29 @@ class RaceRecords:
             row.profiled = _joined(row.profiled, outcome, first_round)
             if name in judged.ranking:
                 note["place"] = judged.ranking.index(name)
+            if judged.cut_short:
+                note["cut_short"] = judged.why_it_ended
             records.append((self._keys[name], row.profiled, note))
         self._ledger.journal.add_all(records)
+
+    def traced(self, name: str, devices: Profiles, trace: str) -> None:
+        """Recorded beside the measurement, which stands without it."""
+        row = self._rows[name]
+        found = Measurement(samples_s=(), rounds=(), devices=devices, trace=trace)
+        assert isinstance(row.profiled, Measurement)
+        row.profiled = with_trace(row.profiled, found)
+        note = {**self._note(name), "rung": "trace"}
+        self._ledger.journal.add(trace_key(self._keys[name]), found, note)
+
+
+def trace_key(key: str) -> str:
+    """The journal's key of a trace, from that of the measurement."""
+    return key_of(trace_of=key)
+
+
+def with_trace(measured: Measurement, trace: Measurement) -> Measurement:
+    """A measurement with what was recorded of its trace."""
+    return dataclasses.replace(measured, devices=trace.devices, trace=trace.trace)
 
 
 def _joined(

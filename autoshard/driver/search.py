@@ -93,7 +93,7 @@ def run_search(
 
     Args:
       limit_bytes: what a device may use, headroom taken off.
-      folder: for workers' output and traces; None for a temporary one.
+      folder: for workers' output and traces; None to keep none.
       start_s: when the search began, by `time.perf_counter`.
     """
     with tempfile.TemporaryDirectory(prefix="autoshard-") as scratch:
@@ -106,7 +106,7 @@ def run_search(
             callbacks=tuple(callbacks),
             seed=seed,
             limit_bytes=limit_bytes,
-            folder=folder or pathlib.Path(scratch),
+            folder=folder,
             executables=pathlib.Path(scratch) / "executables",
             start_s=start_s,
             elapsed_s={"trace": time.perf_counter() - start_s},

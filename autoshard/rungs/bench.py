@@ -163,7 +163,8 @@ class Bench:
 
     def trace(self, name: str, folder: str, steps: int) -> str | Failure:
         entry = self._entries[name]
-        with _Catching() as caught:
+        # A profiler may run already, of the user's own; the disk may be full.
+        with _Catching(RuntimeError, OSError) as caught:
             self._place(entry)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
@@ -324,16 +325,23 @@ def host_devices() -> list[jax.Device]:
 
 
 class _Catching:
-    """Turns the runtime's errors into a failure; the program's own mistakes stay exceptions."""
+    """Turns the runtime's errors into a failure; the program's own mistakes stay exceptions.
+
+    Args:
+      more: errors of other kinds that are no mistakes.
+    """
 
     failure: Failure | None = None
+
+    def __init__(self, *more: type[Exception]):
+        self._kinds = (jax.errors.JaxRuntimeError, MemoryError, *more)
 
     def __enter__(self) -> Self:
         self._begin = time.perf_counter()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, (jax.errors.JaxRuntimeError, MemoryError)):
+        if isinstance(error, self._kinds):
             self.failure = failure_of(error, Stage.PROFILE, time.perf_counter() - self._begin)
         return self.failure is not None
 

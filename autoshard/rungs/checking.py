@@ -29,7 +29,6 @@ class Finalist:
       footprint: what it takes on a device, loaded and running.
       reference: name of the unsharded program of the same knobs, "" to leave numerics unchecked.
       checked: an earlier measurement whose numerics check stands, None if there is none.
-      traced: whether the profiler runs on it once it has been measured.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Finalist:
     footprint: Footprint
     reference: str
     checked: Measurement | None
-    traced: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,6 +174,12 @@ class Checking:
         differing: dict[str, Failure] = {}
         for yardstick in (*believed, *open_):
             if yardstick.name in self.failed:
+                continue
+            # What blows up agrees with nobody, and nobody can be told from it.
+            if yardstick in open_ and isinstance(
+                self._asked(yardstick, self._bench.finite), Failure
+            ):
+                self.passed.pop(yardstick.name, None)
                 continue
             with self._touching([yardstick.name]):
                 refused = self._bench.trust(yardstick.name, yardstick.module)

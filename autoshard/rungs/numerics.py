@@ -46,7 +46,7 @@ from autoshard.rungs import norms
 from autoshard.rungs.pieces import over_pieces
 from autoshard.trial import Failure, Kind, Stage
 
-REVISION = 2
+REVISION = 3
 """Raise it when programs may pass that failed: failures of another revision are not believed."""
 
 NOISE_FACTOR = 4.0
@@ -393,11 +393,13 @@ def not_finite(
     """The failure that says where a value is not finite that should be; None if all is well.
 
     Values that were not finite before the first step and still are the same (a best loss of inf,
-    a mask of -inf) are no failure.
+    a mask of -inf, an evaluation of NaN that is yet to come) are no failure; but for those of a
+    state that is no number anywhere, of which nothing could be compared.
 
     Args:
       expected: the reference's; of a program that is the reference its own.
     """
+    numbers = any(_has_numbers(leaf) for leaf in initial)
     rows = list(zip(state_paths, candidate.state, expected.state, strict=True))
     starts: list[np.ndarray | None] = list(initial)
     for step, (got, wanted) in enumerate(zip(candidate.metrics, expected.metrics, strict=True), 1):
@@ -408,7 +410,7 @@ def not_finite(
         if not jnp.issubdtype(right.dtype, jnp.inexact):
             continue
         for copy in copies:
-            known = [] if start is None else [start]
+            known = [start] if start is not None and numbers else []
             pieces = over_pieces(_blown, copy, right, *known)
             bad, blown = (sum(piece[k] for piece in pieces) for k in (0, 1))
             if bad:
@@ -418,6 +420,11 @@ def not_finite(
     return None
 
 
+def _has_numbers(leaf: np.ndarray) -> bool:
+    """Whether a leaf of floats has any that is one, or infinite."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) and not bool(np.isnan(leaf).all())
+
+
 def _blown(
     copy: np.ndarray, expected: np.ndarray, start: np.ndarray | None = None
 ) -> tuple[int, int]:
@@ -425,9 +432,14 @@ def _blown(
     bad = ~np.isfinite(copy)
     blown = bad & ~np.isfinite(expected)
     if start is not None:
-        same = (copy == start) & (copy == expected)
-        bad, blown = bad & ~same, blown & ~same & (expected != start)
+        kept = _equal(expected, start)
+        bad, blown = bad & ~(kept & _equal(copy, start)), blown & ~kept
     return int(bad.sum()), int(blown.sum())
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Element by element; what is no number equals what is none."""
+    return (a == b) | (np.isnan(a) & np.isnan(b))
 
 
 def _leaf_tolerance(dtype: np.dtype) -> float:

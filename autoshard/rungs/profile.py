@@ -1,17 +1,20 @@
-"""Rung 3: finalists whose numerics are right, raced on the devices and traced."""
+"""Rung 3: finalists whose numerics are right, raced on the devices; and a trace of one."""
 
 import contextlib
 import dataclasses
 import pathlib
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
 from autoshard.rungs.checking import Checking, Finalist, Touching
-from autoshard.rungs.race import RaceSettings, race
+from autoshard.rungs.race import COMPLETE, RaceSettings, race
 from autoshard.rungs.traces import read_trace
 from autoshard.trial import DeviceProfile, Failure, Measurement
+
+Profiles = tuple[DeviceProfile, ...]
 
 _TRACED_STEPS = 2
 _LEAST_ROUNDS = 2
@@ -31,6 +34,11 @@ class Judged:
     ranking: tuple[str, ...]
     why_it_ended: str
 
+    @property
+    def cut_short(self) -> bool:
+        """Whether the race ended before it had told what it could."""
+        return self.why_it_ended not in COMPLETE
+
 
 def judge(
     bench: Benches,
@@ -38,7 +46,6 @@ def judge(
     references: Mapping[str, Module],
     *,
     seed: int,
-    folder: str,
     memory_bytes: int,
     settings: RaceSettings,
     should_stop: Callable[[], bool] = lambda: False,
@@ -46,7 +53,7 @@ def judge(
     on_progress: Callable[[int, str], None] = lambda done, text: None,
     on_failure: Callable[[str, Failure], None] = lambda name, failure: None,
 ) -> Judged:
-    """Checks each finalist's numerics, races those that pass, traces those that are to be traced.
+    """Checks each finalist's numerics and races those that pass.
 
     Where a reference cannot run (it does not fit), the finalists of the same knobs are compared
     with each other: `numerics` then says "relative".
@@ -98,38 +105,45 @@ def judge(
         if not runner.samples_s or runner.failure is not None:
             continue
         verdict = checked[runner.name]
-        devices: tuple[DeviceProfile, ...] = ()
-        trace = ""
-        best = runner.name == result.winner
-        if by_name[runner.name].traced and (best or not should_stop()):
-            on_progress(len(outcomes), f"tracing {runner.name}")
-            with touching([runner.name]):
-                bench.load(runner.name, by_name[runner.name].module)
-                devices, trace = _trace(bench, runner.name, folder)
         outcomes[runner.name] = Measurement(
             samples_s=runner.samples_s,
             rounds=runner.rounds,
-            devices=devices,
             numerics=verdict.kind,
             numerics_error=verdict.error,
             numerics_where=verdict.where,
-            trace=trace,
             elapsed_s=time.perf_counter() - start[runner.name],
         )
     for finalist in finalists:
         bench.unload(finalist.name)
-    on_progress(len(outcomes), "measured")
     ranking = tuple(n for n in result.ranking if isinstance(outcomes.get(n), Measurement))
     return Judged(outcomes=outcomes, ranking=ranking, why_it_ended=result.ended)
 
 
-def _trace(bench: Benches, name: str, folder: str) -> tuple[tuple[DeviceProfile, ...], str]:
-    where = pathlib.Path(folder) / "".join(c if c.isalnum() else "_" for c in name)
-    where.mkdir(parents=True, exist_ok=True)
-    traced = bench.trace(name, str(where), _TRACED_STEPS)
-    if isinstance(traced, Failure):
+def traced(bench: Benches, finalist: Finalist, folder: str | None) -> tuple[Profiles, str]:
+    """Runs the profiler on a finalist that was measured.
+
+    Args:
+      folder: where traces are kept; None to keep none.
+
+    Returns:
+      What each device spent, and where the trace is, "" where none is kept; (), "" where there is
+      none: nothing that was measured depends on it.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="autoshard-") as scratch:
+            return traced(bench, finalist, scratch)[0], ""
+    where = pathlib.Path(folder) / "".join(c if c.isalnum() else "_" for c in finalist.name)
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return (), ""
+    found: object = bench.load(finalist.name, finalist.module)
+    if not isinstance(found, Failure):
+        found = bench.trace(finalist.name, str(where), _TRACED_STEPS)
+    bench.unload(finalist.name)
+    if not isinstance(found, str):
         return (), ""
     try:
-        return read_trace(traced, _TRACED_STEPS), traced
+        return read_trace(found, _TRACED_STEPS), found
     except (FileNotFoundError, ValueError, RuntimeError):
-        return (), traced  # the trace stays for other tools
+        return (), found  # the trace stays for other tools

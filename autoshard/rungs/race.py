@@ -20,10 +20,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import scipy.special  # type: ignore[import-untyped]
 
+from autoshard.errors import WorkerError
 from autoshard.trial import Failure, Kind, Stage
 
 Run = Callable[[str, int], Sequence[float] | Failure]
 """(name, steps) -> wall time of each step in seconds."""
+
+COMPLETE = ("one left", "none left", "tie", "max rounds")
+"""How a race ends that told what it could."""
 
 _TRIM = 0.2
 
@@ -102,7 +106,7 @@ class RaceResult:
       ranking: names, best first: the survivors by their times in common rounds, then the dropped by
         their ratio to the best in the rounds they shared; failed ones are not in it.
       rounds: rounds begun.
-      ended: "one left", "none left", "tie", "max rounds" or "stopped".
+      ended: one of `COMPLETE`, "stopped", or why no process could be started to go on in.
     """
 
     runners: tuple[Runner, ...]
@@ -160,7 +164,8 @@ def race(
 
     Args:
       names: distinct names of the candidates.
-      run: runs steps of a loaded candidate. A Failure or an exception drops the candidate.
+      run: runs steps of a loaded candidate. A Failure or an exception drops the candidate, but for
+        WorkerError, which ends the race with what it has.
       seed: of the order in each round; same seed and same samples, same race.
       should_stop: asked before each round.
       load, unload: make a candidate ready to run and free its memory. `load` may return or raise a
@@ -193,13 +198,18 @@ def race(
         order.shuffle(alive)
         blocks = track.blocks(alive)
         turn = steps if len(blocks) == 1 else max(steps, settings.block_steps)
-        for block in blocks:
-            track.enter(block, round_)
-            for lane in block:
-                if lane.dropped is None:
-                    track.turn(lane, turn, round_)
+        try:
+            for block in blocks:
+                track.enter(block, round_)
+                for lane in block:
+                    if lane.dropped is None:
+                        track.turn(lane, turn, round_)
+        except WorkerError as error:  # that says nothing of the lanes
+            ended = str(error)
         round_ += 1
         alive = [lane for lane in alive if lane.dropped is None]
+        if ended:
+            break
         if alive:
             shortest = min(min(lane.samples_s) for lane in alive)
             steps = min(settings.max_steps, max(1, math.ceil(settings.min_turn_s / shortest)))
@@ -284,6 +294,8 @@ class _Track:
     def _guarded(call: Callable[..., object], *args: object) -> object:
         try:
             return call(*args)
+        except WorkerError:
+            raise
         except Exception as error:  # one candidate's trouble must not end the race
             message = f"{type(error).__name__}: {error}"
             return Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message=message)

@@ -152,7 +152,10 @@ class WorkerProcess:
                 os.killpg(child.process.pid, signal.SIGKILL)
 
     def _start(self) -> "_Child":
-        child = _Child(self.settings)
+        try:
+            child = _Child(self.settings)
+        except OSError as error:  # no memory, no process, no room for its output
+            raise WorkerError(self._unstarted(error)) from error
         self._child = child
         self._finalizer = weakref.finalize(self, child.kill)
         self.starts += 1
@@ -161,14 +164,17 @@ class WorkerProcess:
         except (TimeoutError, EOFError, BrokenPipeError, _StandsStill) as error:
             tail = child.tail()
             self._kill()
-            raise WorkerError(
-                f"no worker process could be started with {sys.executable} "
-                f"(platform {self.settings.platform}): {error!r}{tail}"
-            ) from error
+            raise WorkerError(f"{self._unstarted(error)}{tail}") from error
         except BaseException:
             self._kill()
             raise
         return child
+
+    def _unstarted(self, error: Exception) -> str:
+        return (
+            f"no worker process could be started with {sys.executable}"
+            f" (platform {self.settings.platform}): {error!r}"
+        )
 
     def _died(self, stage: Stage, kind: Kind, message: str, begin: float) -> Failure:
         self._kill()
@@ -196,24 +202,29 @@ class _Child:
         else:
             folder = Path(settings.folder)
             folder.mkdir(parents=True, exist_ok=True)
-        request_read, self._request_write = os.pipe()
-        self._answer_read, answer_write = os.pipe()
+        pipes = [*os.pipe(), *os.pipe()]
+        request_read, self._request_write, self._answer_read, answer_write = pipes
         name = f"worker-{os.getpid()}-{time.time_ns():x}.stderr"
         self.log = folder / name
         command = [sys.executable, "-P", "-m", "autoshard.rungs.worker_main"]
         command += [str(request_read), str(answer_write), str(os.getpid())]
         command += [settings.platform, str(settings.device_count), str(self.log)]
         command += [str(settings.nice)]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(request_read, answer_write),
-                start_new_session=True,  # a process group of its own: kill all, share no Ctrl-C
-                env=_environment(settings),
-            )
+        try:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(request_read, answer_write),
+                    start_new_session=True,  # a process group of its own: kill all, no Ctrl-C
+                    env=_environment(settings),
+                )
+        except OSError:
+            for pipe in pipes:
+                os.close(pipe)
+            raise
         self._watch = Standstill(self.process.pid, self.log)
         os.close(request_read)
         os.close(answer_write)

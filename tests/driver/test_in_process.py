@@ -7,6 +7,7 @@ import pytest
 
 import autoshard
 from autoshard import api
+from autoshard.errors import WorkerError
 from autoshard.journal import Journal, opened
 from autoshard.pricing import cost_model
 from autoshard.rungs.bench import Bench
@@ -101,6 +102,18 @@ def test_without_an_initial_state_the_best_estimate_is_planned_and_that_is_told(
     (note,) = [n for n in plan.evidence.notes if "not measured" in n]
     assert "the initial state cannot be made unsharded: RESOURCE_EXHAUSTED: 9 GiB" in note
     assert note in str(plan)
+
+
+@pytest.mark.parametrize("call", ["set_inputs", "trust", "trace"])
+def test_where_no_process_can_be_started_the_search_plans_by_what_it_has(search, monkeypatch, call):
+    def refuse(*args, **kwargs):
+        raise WorkerError("no worker process could be started")
+
+    monkeypatch.setattr(Bench, call, refuse)
+    plan = search()
+    assert bool(measured(plan)) == (call == "trace")
+    what = "traced" if call == "trace" else "measured"
+    assert f"not {what}: no worker process could be started" in str(plan)
 
 
 def test_the_initial_state_is_made_on_the_host(search, monkeypatch):

@@ -291,6 +291,15 @@ def test_what_blows_up_is_told_also_where_there_is_nothing_to_compare_with(bench
     assert "reference" not in failure.message
 
 
+def test_a_profiler_of_the_users_own_costs_the_trace_alone(bench, tmp_path):
+    bench.load("one", lowered.train_module(lowered.ONE))
+    with jax.profiler.trace(str(tmp_path / "theirs")):
+        failure = bench.trace("one", str(tmp_path / "ours"), 1)
+    assert isinstance(failure, Failure) and "RuntimeError" in failure.message
+    bench.load("one", lowered.train_module(lowered.ONE))
+    assert bench.trace("one", str(tmp_path / "ours"), 1) == str(tmp_path / "ours")
+
+
 def test_failures_are_values(bench):
     broken = dataclasses.replace(lowered.train_module(), stablehlo=b"ML\xefRnot really")
     failure = bench.load("broken", broken)

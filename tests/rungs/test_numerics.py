@@ -164,6 +164,22 @@ def test_infinities_that_were_there_before_are_no_failure():
     assert failure.message == "state.x: 1 of 2 values are not finite"
 
 
+def test_what_was_no_number_before_may_stay_so():
+    """An evaluation that is yet to come, as NaN in the state."""
+    start = [np.array([np.nan, 1.0], np.float32)]
+    ref = against(lambda state, batches: trajectory(state[0] + np.float32([0, 1])), start)
+    assert error_of(trajectory(np.float32([np.nan, 2])), ref).passed
+    assert not error_of(trajectory(np.float32([np.nan, 9])), ref).passed
+    failure = compare(trajectory(np.float32([np.nan, np.nan])), ref, ["state.x"], [])
+    assert isinstance(failure, Failure)
+    assert failure.message == "state.x: 1 of 2 values are not finite"
+    nothing = [np.full(2, np.nan, np.float32)]
+    ref = against(lambda state, batches: trajectory(state[0] + np.float32([0, 1])), nothing)
+    failure = compare(trajectory(nothing[0]), ref, ["state.x"], [])
+    assert isinstance(failure, Failure), "nothing of it could be compared"
+    assert failure.message == "state.x: 2 of 2 values are not finite in the reference too"
+
+
 def test_blowing_up_with_the_reference_is_a_failure_that_says_so():
     ref = against(lambda state, batches: trajectory(state[0] * np.float32(np.nan)))
     failure = compare(trajectory(START[0] * np.float32(np.nan)), ref, ["state.x"], [])

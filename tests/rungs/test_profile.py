@@ -10,7 +10,7 @@ import pytest
 from autoshard.rungs.bench import Bench
 from autoshard.rungs.checking import Finalist
 from autoshard.rungs.numerics import LeafError, NumericsReport
-from autoshard.rungs.profile import judge
+from autoshard.rungs.profile import judge, traced
 from autoshard.rungs.race import Footprint, RaceSettings
 from autoshard.trial import Failure, Kind, Measurement, Stage
 from tests import lowered
@@ -84,19 +84,17 @@ def finalist(name, **changes):
         "footprint": Footprint(held=5, running=5),
         "reference": "ref",
         "checked": None,
-        "traced": False,
     }
     return Finalist(**{**fields, **changes})
 
 
-def judged(bench, finalists, tmp_path, references=None, **options):
+def judged(bench, finalists, references=None, **options):
     return judge(
         bench,
         finalists,
         {"ref": program(1)} if references is None else references,
         **{
             "seed": 0,
-            "folder": str(tmp_path),
             "memory_bytes": 1000,
             "settings": SETTINGS,
             **options,
@@ -104,19 +102,19 @@ def judged(bench, finalists, tmp_path, references=None, **options):
     )
 
 
-def test_on_one_device_nothing_is_compared(tmp_path):
+def test_on_one_device_nothing_is_compared():
     """It is the unsharded step; on a GPU, whose sums have no order, it may differ from itself."""
     bench = Pretended(dict.fromkeys("abc", 0.03), {"a": 0.5, "b": 0.7, "c": float("inf")})
-    result = judged(bench, [finalist(n, module=program(1)) for n in "abc"], tmp_path)
+    result = judged(bench, [finalist(n, module=program(1)) for n in "abc"])
     assert set(result.ranking) == {"a", "b"} and bench.compared == []
     assert result.outcomes["c"] == BLOWN
     assert {result.outcomes[n].numerics for n in "ab"} == {"unsharded"}
     assert ("trust", "ref") not in bench.calls
 
 
-def test_the_fastest_comes_first_and_all_samples_are_kept(tmp_path):
+def test_the_fastest_comes_first_and_all_samples_are_kept():
     bench = Pretended({"a": 0.03, "b": 0.02, "c": 0.025})
-    result = judged(bench, [finalist(n) for n in "abc"], tmp_path)
+    result = judged(bench, [finalist(n) for n in "abc"])
     assert result.ranking == ("b", "c", "a")
     for name, outcome in result.outcomes.items():
         assert isinstance(outcome, Measurement)
@@ -128,44 +126,39 @@ def test_the_fastest_comes_first_and_all_samples_are_kept(tmp_path):
     assert bench.loaded == set(), "everything is freed again"
 
 
-def test_near_equals_race_in_several_processes(tmp_path):
+def test_near_equals_race_in_several_processes():
     bench = Pretended({"a": 0.0202, "b": 0.02, "c": 0.05})
     bench.renew = lambda: bench.calls.append(("renew", sorted(bench.loaded)))
     settings = RaceSettings(max_rounds=14)
-    judged(bench, [finalist(n) for n in "abc"], tmp_path, settings=settings)
+    judged(bench, [finalist(n) for n in "abc"], settings=settings)
     assert [call for call in bench.calls if call[0] == "renew"] == [("renew", ["a", "b"])]
 
 
-def test_who_computes_something_else_does_not_race(tmp_path):
+def test_who_computes_something_else_does_not_race():
     told = []
     bench = Pretended({"a": 0.03, "b": 0.01}, errors={"b": 1e-3})
-    result = judged(
-        bench, [finalist("a"), finalist("b")], tmp_path, on_failure=lambda *x: told.append(x)
-    )
+    result = judged(bench, [finalist("a"), finalist("b")], on_failure=lambda *x: told.append(x))
     failure = result.outcomes["b"]
     assert failure.kind is Kind.NUMERICS and "state['w']" in failure.message
     assert result.ranking == ("a",) and told == [("b", failure)]
 
 
-def test_failures_are_told_at_once_and_cost_one_finalist(tmp_path):
+def test_failures_are_told_at_once_and_cost_one_finalist():
     told = []
     bench = Pretended({"a": 0.03, "b": 0.01, "c": CRASH}, broken={"b": OOM})
-    result = judged(
-        bench, [finalist(n) for n in "abc"], tmp_path, on_failure=lambda *x: told.append(x)
-    )
+    result = judged(bench, [finalist(n) for n in "abc"], on_failure=lambda *x: told.append(x))
     assert result.outcomes["b"] == OOM and result.outcomes["c"] == CRASH
     assert told == [("b", OOM), ("c", CRASH)]
     assert result.ranking == ("a",)
 
 
-def test_wrong_numerics_are_told_before_the_next_is_checked(tmp_path):
+def test_wrong_numerics_are_told_before_the_next_is_checked():
     """Whoever interrupts the next one keeps what is known of the last."""
     heard = []
     bench = Pretended({"a": 0.03, "b": 0.01}, errors={"a": 1.0})
     judged(
         bench,
         [finalist("a"), finalist("b")],
-        tmp_path,
         on_failure=lambda name, failure: heard.append(name),
         on_progress=lambda done, text: heard.append(text),
     )
@@ -176,46 +169,53 @@ NO_REFERENCE = {"ref": OOM}
 
 
 @pytest.mark.parametrize("wrong", ["b", "c", "d"])
-def test_where_the_unsharded_step_does_not_run_most_are_believed(tmp_path, wrong):
+def test_where_the_unsharded_step_does_not_run_most_are_believed(wrong):
     """Whichever comes first: it may be the wrong one."""
     right = sorted({"b", "c", "d"} - {wrong})
     bench = Pretended(
         dict.fromkeys("abcd", 0.01), errors={wrong: 1.0}, broken={**NO_REFERENCE, "a": OOM}
     )
-    result = judged(bench, [finalist(n) for n in "abcd"], tmp_path)
+    result = judged(bench, [finalist(n) for n in "abcd"])
     assert result.outcomes["a"] == OOM
     assert [result.outcomes[n].numerics for n in right] == ["relative", "relative"]
     assert result.outcomes[wrong].kind is Kind.NUMERICS
     assert set(result.ranking) == set(right)
 
 
-def test_of_two_that_disagree_neither_is_believed_and_one_alone_is_unchecked(tmp_path):
+def test_of_two_that_disagree_neither_is_believed_and_one_alone_is_unchecked():
     bench = Pretended({"a": 0.03, "b": 0.01}, errors={"b": 1.0}, broken=NO_REFERENCE)
-    result = judged(bench, [finalist(n) for n in "ab"], tmp_path)
+    result = judged(bench, [finalist(n) for n in "ab"])
     for outcome in result.outcomes.values():
         assert outcome.kind is Kind.NUMERICS and "does not run here" in outcome.message
     assert set(result.outcomes) == {"a", "b"} and result.ranking == ()
-    alone = judged(Pretended({"b": 0.01}, broken=NO_REFERENCE), [finalist("b")], tmp_path)
+    alone = judged(Pretended({"b": 0.01}, broken=NO_REFERENCE), [finalist("b")])
     assert alone.outcomes["b"].numerics == "unchecked"
 
 
-def test_an_earlier_check_by_each_other_is_believed(tmp_path):
+@pytest.mark.parametrize("blown", ["a", "ab", "abc"])
+def test_what_blows_up_is_never_what_others_are_compared_with(blown):
+    inf = float("inf")
+    bench = Pretended(dict.fromkeys("abc", 0.01), dict.fromkeys(blown, inf), NO_REFERENCE)
+    result = judged(bench, [finalist(n) for n in "abc"])
+    assert {n for n, outcome in result.outcomes.items() if outcome == BLOWN} == set(blown)
+    assert set(result.ranking) == set("abc") - set(blown)
+
+
+def test_an_earlier_check_by_each_other_is_believed():
     earlier = Measurement(samples_s=(1.0,), rounds=(0,), numerics="relative")
     bench = Pretended(dict.fromkeys("abc", 0.01), {"a": 1.0, "b": 1.0}, NO_REFERENCE)
     finalists = [finalist("a"), finalist("b"), finalist("c", checked=earlier)]
-    result = judged(bench, finalists, tmp_path)
+    result = judged(bench, finalists)
     assert bench.compared == [("a", "c"), ("b", "c")] and result.ranking == ("c",)
 
 
-def test_programs_of_other_knobs_are_never_compared(tmp_path):
+def test_programs_of_other_knobs_are_never_compared():
     bench = Pretended(dict.fromkeys("abcd", 0.01), {"c": 1.0, "d": 1.0, "other": 1.0}, {})
     of = {"a": "ref", "b": "ref", "c": "other", "d": "other"}
     finalists = [finalist(n, reference=of[n]) for n in "acbd"]
     for broken in ({}, {"other": OOM}, {"ref": OOM, "other": OOM}):
         bench.broken, bench.calls = broken, []
-        result = judged(
-            bench, finalists, tmp_path, references={n: program(1) for n in ("ref", "other")}
-        )
+        result = judged(bench, finalists, references={n: program(1) for n in ("ref", "other")})
         assert set(result.ranking) == set("abcd")
         kinds = {n: "relative" if of[n] in broken else "exact" for n in of}
         assert {n: result.outcomes[n].numerics for n in of} == kinds
@@ -223,14 +223,14 @@ def test_programs_of_other_knobs_are_never_compared(tmp_path):
         assert trusted[:1] == ["ref"], "one after another: each has the devices for itself"
 
 
-def test_without_a_reference_numerics_stay_unchecked(tmp_path):
+def test_without_a_reference_numerics_stay_unchecked():
     bench = Pretended({"a": 0.03, "b": 0.01})
-    result = judged(bench, [finalist(n, reference="") for n in "ab"], tmp_path)
+    result = judged(bench, [finalist(n, reference="") for n in "ab"])
     assert bench.compared == []
     assert {o.numerics for o in result.outcomes.values()} == {"unchecked"}
 
 
-def test_an_earlier_check_stands(tmp_path):
+def test_an_earlier_check_stands():
     earlier = Measurement(
         samples_s=(1.0,),
         rounds=(0,),
@@ -239,42 +239,47 @@ def test_an_earlier_check_stands(tmp_path):
         numerics_where="state['v']",
     )
     bench = Pretended({"a": 0.03, "b": 0.01})
-    result = judged(bench, [finalist("a", checked=earlier), finalist("b")], tmp_path)
+    result = judged(bench, [finalist("a", checked=earlier), finalist("b")])
     assert bench.compared == [("b", "ref")]
     assert result.outcomes["a"].numerics_where == "state['v']"
     assert result.outcomes["a"].samples_s[0] == 0.03
 
 
-def test_when_time_is_up_what_was_not_measured_is_left_out(tmp_path):
+def test_when_time_is_up_what_was_not_measured_is_left_out():
     bench = Pretended({"a": 0.03, "b": 0.01})
-    result = judged(bench, [finalist("a"), finalist("b")], tmp_path, should_stop=lambda: True)
+    result = judged(bench, [finalist("a"), finalist("b")], should_stop=lambda: True)
     assert bench.compared == [("a", "ref")], "one is checked however late it is"
     assert result.why_it_ended == "stopped" and result.ranking == ("a",)
     assert set(result.outcomes) == {"a"} and set(result.outcomes["a"].rounds) == {0, 1}
 
 
-def test_only_those_asked_for_are_traced_and_a_bad_trace_costs_nothing(tmp_path):
-    bench = Pretended({"a/b": 0.03, "b": 0.01})
-    result = judged(bench, [finalist("a/b", traced=True), finalist("b")], tmp_path)
-    assert [c for c in bench.calls if c[0] == "trace"] == [("trace", "a/b")]
-    assert result.outcomes["a/b"].devices == ()
-    assert result.outcomes["a/b"].trace == str(tmp_path / "a_b")
+def test_a_bad_trace_costs_nothing(tmp_path):
+    bench = Pretended({"a/b": 0.03})
+    devices, where = traced(bench, finalist("a/b"), str(tmp_path))
+    assert (devices, where) == ((), str(tmp_path / "a_b")), "it stays for other tools"
+    assert ("trace", "a/b") in bench.calls and not bench.loaded
+    kept = set(tmp_path.iterdir())
+    assert traced(bench, finalist("a/b"), None) == ((), "") and set(tmp_path.iterdir()) == kept
+    bench.broken["a/b"] = OOM
+    assert traced(bench, finalist("a/b"), str(tmp_path)) == ((), "")
+    bench.broken.clear()
+    bench.trace = lambda *_: CRASH
+    assert traced(bench, finalist("a/b"), str(tmp_path)) == ((), "")
+    (tmp_path / "full").write_text("no folder")
+    assert traced(bench, finalist("a/b"), str(tmp_path / "full")) == ((), "")
 
 
-def test_progress_is_told(tmp_path):
+def test_progress_is_told():
     said = []
     judged(
         Pretended({"a": 0.03}),
-        [finalist("a", traced=True)],
-        tmp_path,
+        [finalist("a")],
         on_progress=lambda done, text: said.append(text),
     )
     assert said == [
         "running the unsharded step",
         "checking the numerics of a",
         "racing 1 programs",
-        "tracing a",
-        "measured",
     ]
 
 
@@ -296,15 +301,12 @@ def modules():
 def test_on_real_programs(modules, tmp_path):
     bench = Bench()
     bench.set_inputs(lowered.init_module(), lowered.make_batches())
-    finalists = [
-        dataclasses.replace(finalist(n), module=modules[n], traced=True) for n in ("right", "wrong")
-    ]
+    finalists = [dataclasses.replace(finalist(n), module=modules[n]) for n in ("right", "wrong")]
     result = judge(
         bench,
         finalists,
         {"ref": modules["ref"]},
         seed=0,
-        folder=str(tmp_path),
         memory_bytes=1 << 40,
         settings=RaceSettings(max_rounds=2, min_rounds=1),
     )
@@ -313,6 +315,8 @@ def test_on_real_programs(modules, tmp_path):
         result.outcomes["wrong"].kind is Kind.NUMERICS and "key" in result.outcomes["wrong"].message
     )
     right = result.outcomes["right"]
-    assert right.numerics == "exact" and len(right.devices) == 8
-    assert all(np.isfinite([d.compute_s, d.communication_s, d.idle_s]).all() for d in right.devices)
+    assert right.numerics == "exact" and right.devices == ()
+    devices, where = traced(bench, finalists[0], str(tmp_path))
+    assert len(devices) == 8 and where == str(tmp_path / "right")
+    assert all(np.isfinite([d.compute_s, d.communication_s, d.idle_s]).all() for d in devices)
     assert list((tmp_path / "right").rglob("*.xplane.pb"))

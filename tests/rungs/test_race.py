@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from autoshard.errors import WorkerError
 from autoshard.rungs.race import Footprint, RaceSettings, race, trimmed_mean
 from autoshard.trial import Failure, Kind, Stage
 
@@ -197,6 +198,22 @@ def test_a_raising_candidate_and_a_failing_one_leave_alone():
     assert b.dropped == 2 and b.reason == "failed: crash" and len(b.samples_s) == 2
     assert c.failure is OOM and c.dropped == 0 and c.samples_s == ()
     assert set(result.ranking) == {"a", "d"}
+
+
+def test_where_no_process_can_be_started_the_race_keeps_what_it_has():
+    machine = Machine(TIMES)
+    run_before = len(TIMES) + 2 * len(TIMES) + 1  # to warm up, two rounds, and one turn more
+
+    def run(name, steps):
+        if len(machine.turns) == run_before:
+            raise WorkerError("no worker process could be started")
+        return machine.run(name, steps)
+
+    result = race(list(TIMES), run, seed=0)
+    assert result.ended == "no worker process could be started"
+    assert all(runner.failure is None and {0, 1} <= set(runner.rounds) for runner in result.runners)
+    assert sum(2 in runner.rounds for runner in result.runners) == 1
+    assert set(result.ranking) == set(TIMES)
 
 
 def test_all_failing_has_no_winner():

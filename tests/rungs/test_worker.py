@@ -1,6 +1,7 @@
 import concurrent.futures
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -204,6 +205,20 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
     broken = WorkerProcess(WorkerSettings(platform="cpu", device_count=1, folder=str(tmp_path)))
     with pytest.raises(WorkerError, match="no worker process could be started with /bin/false"):
         call(broken, len, "abc")
+
+
+def test_a_worker_for_which_there_is_no_process_is_an_error_and_leaves_no_pipe(
+    tmp_path, monkeypatch
+):
+    def full(*args, **kwargs):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=1, folder=str(tmp_path)))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(WorkerError, match=r"no worker process could be.*temporarily unavailable"):
+        call(worker, len, "abc")
+    assert os.listdir("/proc/self/fd") == before and worker.pid is None
 
 
 def test_the_parents_platform_and_device_count_do_not_count_in_the_child(tmp_path, monkeypatch):
