@@ -14,9 +14,10 @@ Expected: the goals that docs/fidelity.md states; what misses one is red.
 
 Each part of each case runs in a process of its own and leaves results/fidelity/<case>-<devices>/
 <part>.json, whole or not at all, with machine, versions, date and seeds; delete a file to have it
-made anew. --short and --scale=small have folders of their own, under runs/. Stop it at will: what
-is there is not run again, and a journal under runs/fidelity lets an interrupted search go on; an
-interrupted sample begins anew. `search` has the default budget of `autoshard.search` and saves its
+made anew; --retry runs again what failed and asks on what is undecided. --short, --scale=small and
+other --rounds have folders of their own, under runs/. Stop it at will: what is there is not run
+again, and a journal under runs/fidelity lets an interrupted search go on; an interrupted sample
+begins anew. `search` has the default budget of `autoshard.search` and saves its
 plan; `sample` draws, compiles and measures programs and pairs the plan with the best of them anew;
 `hand` pairs the plan with hand-written layouts; `report` prints, and writes summary.json, the plots
 and the page, always over all cases. After a change to the model of cost, `predict` asks both rungs
@@ -43,7 +44,9 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the search, the sample and the order
 _ROUNDS = flags.DEFINE_integer("rounds", 16, "Rounds in which every program of a sample runs.")
 _LIMIT = flags.DEFINE_float("limit", 240.0, "Seconds of pairs for each comparison.")
 _SHORT = flags.DEFINE_bool("short", False, "Tiny budget and sample, to try the machinery.")
-_RETRY = flags.DEFINE_bool("retry", False, "Run parts again whose result says that they failed.")
+_RETRY = flags.DEFINE_bool(
+    "retry", False, "Run parts again that failed, and ask on comparisons that are undecided."
+)
 _OUT = flags.DEFINE_string("out", "results/fidelity", "Folder of the results.")
 _RUN = flags.DEFINE_string("run", "runs/fidelity", "Folder of journals.")
 _PAGE = flags.DEFINE_string("page", "docs/fidelity.md", 'Page with the tables; "" for none.')
@@ -53,7 +56,7 @@ _LAYOUT = flags.DEFINE_string("layout", "", "With --part=hand --here: this layou
 
 def main(argv: list[str]) -> None:
     del argv
-    if _SHORT.value or _SCALE.value != _SCALE.default:
+    if any(flag.value != flag.default for flag in (_SHORT, _SCALE, _ROUNDS)):
         _keep_apart()
     store = Store(results=pathlib.Path(_OUT.value), runs=pathlib.Path(_RUN.value))
     cases, devices = _cases(), [int(count) for count in _DEVICES.value]
@@ -85,7 +88,10 @@ def main(argv: list[str]) -> None:
 
 def _keep_apart() -> None:
     """What only tries the machinery neither counts as run nor comes onto the page."""
-    trial = f"runs/fidelity-{_SCALE.value}{'-short' if _SHORT.value else ''}"
+    words = [_SCALE.value, *["short"] * _SHORT.value]
+    if _ROUNDS.value != _ROUNDS.default:
+        words.append(f"{_ROUNDS.value}-rounds")
+    trial = f"runs/fidelity-{'-'.join(words)}"
     for flag, apart in ((_OUT, f"{trial}/results"), (_RUN, trial), (_PAGE, "")):
         if not flag.present:
             flags.FLAGS[flag.name].value = apart

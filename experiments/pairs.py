@@ -12,7 +12,7 @@ the interval is then Student's over the means of processes, the highest level of
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any  # pytrees have no narrower type
 
 import jax
@@ -138,14 +138,13 @@ def of_processes(parts: Sequence[Comparison], half_width: float = _HALF_WIDTH) -
     )
 
 
-def parts_of(
-    first_s: Sequence[float], second_s: Sequence[float], processes: Sequence[int]
-) -> list[Comparison]:
-    """The comparisons of single processes, from the samples of all."""
-    ends = np.cumsum(processes)
+def parts_of(row: Mapping[str, Any]) -> list[Comparison]:
+    """What each process said, from a comparison as results hold it; see `of_row`."""
+    found = of_row(row)
+    ends = np.cumsum(found.processes)
     return [
-        of_process(first_s[end - count : end], second_s[end - count : end])
-        for end, count in zip(ends, processes, strict=True)
+        of_process(found.first_s[end - count : end], found.second_s[end - count : end])
+        for end, count in zip(ends, found.processes, strict=True)
     ]
 
 
@@ -160,14 +159,36 @@ def wants_another(found: Comparison) -> bool:
     return asked < _PROCESSES[1] and (not found.decided or (asked < _PROCESSES[0] and not far))
 
 
-def in_processes(ask: Callable[[int, float], Comparison], limit_s: float) -> Comparison:
+def of_row(row: Mapping[str, Any]) -> Comparison:
+    """A comparison as results hold it; one without `processes` is of one."""
+    first_s, second_s = row["first_s"], row["second_s"]
+    return Comparison(
+        ratio=row["ratio"],
+        low=row["low"],
+        high=row["high"],
+        decided=row["decided"],
+        first_s=tuple(first_s),
+        second_s=tuple(second_s),
+        processes=tuple(row.get("processes") or [len(first_s)]),
+    )
+
+
+def is_open(row: Mapping[str, Any]) -> bool:
+    """Whether a comparison as results hold it failed, or wants another process."""
+    return row.get("ratio") is None or wants_another(of_row(row))
+
+
+def in_processes(
+    ask: Callable[[int, float], Comparison], limit_s: float, begun: Sequence[Comparison] = ()
+) -> Comparison:
     """Asks processes until no other is wanted.
 
     Args:
       ask: (number of the process, seconds for its pairs) -> what it says.
       limit_s: for the pairs of the first, see `limit_of`.
+      begun: what processes before these said.
     """
-    parts: list[Comparison] = []
+    parts = [*begun]
     while not parts or wants_another(of_processes(parts)):
         parts.append(ask(len(parts), limit_of(len(parts), limit_s)))
     return of_processes(parts)

@@ -53,7 +53,7 @@ def run(
         begun, row = read(file), before.get(name)
         if begun and not stands(begun):
             file.unlink()
-        if begun or row is None or not stands(row) or _wants_another(row):
+        if begun or row is None or not stands(row) or pairs.is_open(row):
             row = _asked(file, name, start)
         rows.append(row)
     figures["lost"] = sum("why" in row for row in rows)
@@ -66,7 +66,7 @@ def run(
 def _asked(file: pathlib.Path, layout: str, start: Callable[[str], str]) -> dict[str, Any]:
     """Asks processes until no other is wanted, or one says nothing; `why` then says why."""
     row: dict[str, Any] = read(file) or {"layout": layout, "verdict": "undecided", "ratio": None}
-    while "processes" not in row or _wants_another(row):
+    while "processes" not in row or pairs.is_open(row):
         reason = start(layout)
         now = read(file)
         if now is None or now.get("processes") == row.get("processes"):
@@ -74,16 +74,6 @@ def _asked(file: pathlib.Path, layout: str, start: Callable[[str], str]) -> dict
             return {**row, "verdict": "undecided", "why": reason}
         row = now
     return row
-
-
-def _wants_another(row: dict[str, Any]) -> bool:
-    return pairs.wants_another(pairs.of_processes(_parts(row)))
-
-
-def _parts(row: dict[str, Any]) -> list[pairs.Comparison]:
-    """What each process said; a result without `processes` is of one."""
-    processes = row.get("processes") or [len(row["first_s"])]
-    return pairs.parts_of(row["first_s"], row["second_s"], processes)
 
 
 def row_file(store: Store, task: Task, layout: str) -> pathlib.Path:
@@ -102,7 +92,7 @@ def compare_one(
     plan = autoshard.load_plan(store.plan(task), case.workload, devices)
     built = steps.build(case, steps.hand_steps(case, task.devices)[layout], devices, seed)
     before = read(row_file(store, task, layout))
-    parts = _parts(before) if before else []
+    parts = pairs.parts_of(before) if before else []
     one = pairs.compare(
         pairs.stepper(plan.step, plan.init(), plan.put(case.sample(seed))),
         pairs.stepper(built.step, built.state, built.batch),

@@ -4,17 +4,19 @@ import contextlib
 import dataclasses
 import pathlib
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.budget import Budget, Callback
 from autoshard.calibrate import calibrate
 from autoshard.cost import CostModel
+from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger, Row
+from autoshard.errors import PlanError
 from autoshard.journal import Journal
-from autoshard.layout import Candidate
 from autoshard.module import Module
-from autoshard.plan_file import read_plan
+from autoshard.plan_file import PlanRecord, differences, read_plan
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.inputs import make_inputs
 from autoshard.rungs.race import Runner
@@ -23,7 +25,17 @@ from experiments import pairs
 from experiments.fidelity_parts import sampling, timing
 from experiments.fidelity_parts.ranks import by_round, times
 from experiments.fidelity_parts.regret import rivals_of
-from experiments.fidelity_parts.store import Case, Store, Task, provenance, write
+from experiments.fidelity_parts.reopening import reopened
+from experiments.fidelity_parts.store import (
+    Case,
+    Store,
+    Task,
+    commit,
+    is_unsettled,
+    provenance,
+    read,
+    write,
+)
 
 _BATCHES = 2
 _RUNG: tuple[str, ...] = (
@@ -70,18 +82,31 @@ def run(
 ) -> None:
     """Calibrates, samples, compiles, measures, and measures the plan against its rivals anew.
 
-    An interrupted part begins anew, so that predictions and samples share one stretch of time.
+    An interrupted part begins anew, so that predictions and samples share one stretch of time. Of a
+    sample that is there and was taken on this machine, with the same plan, only those pairs are
+    asked on that failed or that want another process.
+
+    Raises:
+      OtherProgramsError: today's code makes another program of a layout whose pairs are asked on.
+      PlanError: the plan is of another model.
     """
     figures = provenance(task, case, scale, seed)
     if not store.plan(task).exists():
         write(store.result(task), {**figures, "failed": "there is no plan: the search found none"})
         return
-    finalists = _finalists(store, task)
+    record = read_plan(store.plan(task))
+    planned = record.candidate.to_json()
+    options: dict[str, Any] = {"seed": seed, "budget": budget, "callbacks": callbacks}
+    before = read(store.result(task))
+    if before and _is_asked_on(before, figures, planned):
+        _ask_on(task, case, store, before, settings, options)
+        return
+    # What the search measured, best first, so that the plan is the first.
+    finalists = [record.evidence.trials[i].candidate for i in record.evidence.ranking]
     cost = CostModel(calibrate(sampling.target_of(task), settings.draws))
     with tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
-        ledger = sampling.open_ledger(
-            task, case, store, Journal(), cost, seed=seed, budget=budget, callbacks=callbacks
-        )
+        ledger = sampling.open_ledger(task, case, store, Journal(), cost, **options)
+        _check(record, ledger, store.plan(task))
         ledger.executables = pathlib.Path(scratch)
         sample = sampling.choose(ledger, finalists, settings.size)
         names = {f"p{number:02d}": one for number, one in enumerate(sample.programs)}
@@ -90,7 +115,7 @@ def run(
         ran, fresh = _measured(ledger, names, plan, settings)
     figures |= {
         "failed": "",
-        "planned": store.planned(task),
+        "planned": planned,
         "plan": plan,
         "whole_space": sample.whole,
         "space_size": ledger.subjects[0].space.size(),
@@ -109,10 +134,63 @@ def run(
     write(store.result(task), figures)
 
 
-def _finalists(store: Store, task: Task) -> list[Candidate]:
-    """What the search measured, best first, so that the plan is the first."""
-    evidence = read_plan(store.plan(task)).evidence
-    return [evidence.trials[i].candidate for i in evidence.ranking]
+def _check(record: PlanRecord, ledger: Ledger, path: pathlib.Path) -> None:
+    """Refuses a plan of another model: its layouts would be measured as if they had been searched.
+
+    Raises:
+      PlanError: what of the model is another.
+    """
+    analysis = ledger.subjects[0].analysis
+    if others := differences(record, analysis.program, analysis.digest):
+        raise PlanError(
+            f"{path} is of another model than the case has now: delete {path.parent}/search.json"
+            " to search it anew",
+            others,
+        )
+
+
+def _is_asked_on(before: Mapping[str, Any], now: Mapping[str, Any], planned: object) -> bool:
+    """Whether a sample stands, and pairs of it want another process, which this machine may ask."""
+    same = all(before.get(name) == now[name] for name in ("machine", "seed", "scale"))
+    stands = same and not before["failed"] and before.get("planned") == planned
+    return stands and bool(before["fresh"]) and is_unsettled(dict(before))
+
+
+def _ask_on(
+    task: Task,
+    case: Case,
+    store: Store,
+    figures: dict[str, Any],
+    settings: Settings,
+    options: Mapping[str, Any],
+) -> None:
+    """Has further processes asked about the pairs that want them; all else of the sample stays."""
+    fresh: list[dict[str, Any]] = figures["fresh"]
+    open_ = [i for i, pair in enumerate(fresh) if pairs.is_open(pair)]
+    programs = {program["name"]: program for program in figures["programs"]}
+    names = [figures["plan"], *(fresh[i]["rival"] for i in open_)]
+    with tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
+        ledger = reopened(
+            task, case, store, Journal(), figures, [programs[name] for name in names], **options
+        )
+        ledger.executables = pathlib.Path(scratch)
+        compiling = Compiling(ledger, None)
+        with compiling.opened():
+            compiling.compile(list(range(len(names))), 1.0)
+        plan, *rivals = [_module(ledger, row) for row in ledger.rows]
+        for i, rival in zip(open_, rivals, strict=True):
+            ledger.tell(Stage.PROFILE, 0, len(open_), f"pairs with {fresh[i]['rival']} go on")
+            begun = () if fresh[i]["failed"] else pairs.parts_of(fresh[i])
+            said = _paired(ledger, plan, rival, settings, begun)
+            fresh[i] = {"rival": fresh[i]["rival"], **said}
+            write(store.result(task), figures)
+
+
+def _module(ledger: Ledger, row: Row) -> Module:
+    module = ledger.module_of(row)
+    if isinstance(module, Failure):
+        raise timing.MeasuringError(f"a program cannot be lowered: {module.message}")
+    return module
 
 
 def _measured(
@@ -156,13 +234,22 @@ def _measured(
     return ran, fresh
 
 
-def _paired(ledger: Ledger, plan: Module, rival: Module, settings: Settings) -> dict[str, Any]:
+def _paired(
+    ledger: Ledger,
+    plan: Module,
+    rival: Module,
+    settings: Settings,
+    begun: Sequence[pairs.Comparison] = (),
+) -> dict[str, Any]:
     """Pairs of two programs in processes with nothing else in them.
 
     Each process is that of these two alone: what a third leaves of the memory's state may be felt.
 
+    Args:
+      begun: what processes said before.
+
     Returns:
-      The comparison; `failed` says why there is none.
+      The comparison, its day and commit; `failed` says why there is none.
     """
 
     def in_a_process(number: int, limit_s: float) -> pairs.Comparison:
@@ -172,10 +259,11 @@ def _paired(ledger: Ledger, plan: Module, rival: Module, settings: Settings) -> 
             )
 
     try:
-        found = pairs.in_processes(in_a_process, settings.pair_limit_s)
+        found = pairs.in_processes(in_a_process, settings.pair_limit_s, begun)
     except timing.MeasuringError as error:
         return {"failed": str(error)[:500]}
-    return {"failed": "", **dataclasses.asdict(found)}
+    when = {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
+    return {"failed": "", **dataclasses.asdict(found), **when}
 
 
 def _keeps_out(ledger: Ledger, row: Row) -> Failure | None:

@@ -1,5 +1,6 @@
 """The table of search baselines: how many candidates the beam needs for what a peer finds."""
 
+import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ def peers_table(found: Mapping[str, Any], count: int) -> Table:
       count: how many cases there are: the goal is met when all of them have been run and meet it.
     """
     cases = found["cases"]
+    run = _models_run(cases)
     rows: list[tuple[Cell, ...]] = []
     for case, one in cases.items():
         cells = [Cell(case), Cell(str(one["budget"])), Cell(seconds(one["beam"]["best_s"]))]
@@ -30,8 +32,8 @@ def peers_table(found: Mapping[str, Any], count: int) -> Table:
     for who in _PEERS:
         telling = [one[who] for one in cases.values() if one[who]["candidates"]]
         met = sum(map(meets, telling))
-        said = f"met: {met} of {len(telling)} with something to find, {len(cases)} of {count} run"
-        last += [Cell(""), Cell(said, red=met < len(telling) or len(cases) < count or not telling)]
+        said = f"met: {met} of {len(telling)} with something to find, {run} of {count} run"
+        last += [Cell(""), Cell(said, red=met < len(telling) or run < count or not telling)]
     rows.append(tuple(last))
     heads = [
         head
@@ -43,6 +45,12 @@ def peers_table(found: Mapping[str, Any], count: int) -> Table:
         heads=("case", "budget", "the beam's best", *heads),
         rows=tuple(rows),
     )
+
+
+def _models_run(cases: Mapping[str, Any]) -> int:
+    """How many models were run for one target with one budget, where that is most."""
+    kinds = ((name.partition(" on ")[2], one["budget"]) for name, one in cases.items())
+    return max(collections.Counter(kinds).values(), default=0)
 
 
 def meets(peer: Mapping[str, Any]) -> bool:

@@ -10,33 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.budget import Budget, Callback
-from autoshard.calibrations import calibrated
-from autoshard.cost import MODEL_REVISION, Constants, CostModel
+from autoshard.cost import MODEL_REVISION
 from autoshard.driver.compiling import Compiling
 from autoshard.journal import opened
-from autoshard.layout import Candidate
-from autoshard.module import Module
-from experiments.fidelity_parts import sampling
+from autoshard.trial import Estimate
 from experiments.fidelity_parts.measuring import rung_to_json
+from experiments.fidelity_parts.reopening import reopened
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, read, write
 
-_BESIDE = {
-    "bandwidths": "bandwidth_bytes_per_s",
-    "collided_s": "transposed_s",
-    "degenerate_s": "element_flops_per_s",
-    "degenerate_across_s": "element_flops_per_s",
-    "turned_flops_per_s": "contract_flops_per_s",
-    "unvectorized_flops_per_s": "element_flops_per_s",
-    "array_s": "launch_s",
-}
-"""Constants that older calibrations lack -> one that they have, and that goes with it.
 
-In proportion where both are rates, or both seconds; else the other way round.
-"""
-
-
-class OtherProgramsError(RuntimeError):
-    """Programs of a sample are not those that were measured."""
+class UnpricedError(RuntimeError):
+    """A rung says nothing of a program that was measured."""
 
 
 def run(
@@ -54,8 +38,9 @@ def run(
     Groups stay too: "top" are the best of the rung 1 that drew the sample.
 
     Raises:
-      OtherProgramsError: a layout's program is another one than was measured, or the sample does
-        not say which it was; the result is as it was.
+      OtherProgramsError: see `reopened`.
+      UnpricedError: a program that was measured has no prediction by today's rungs, which would
+        leave it out of their figures. The result is as it was, here as above.
     """
     path = store.result(dataclasses.replace(task, part="sample"))
     figures = read(path)
@@ -63,28 +48,33 @@ def run(
         return
     programs: list[dict[str, Any]] = figures["programs"]
     with opened(store.run_folder(task) / "predict.jsonl") as log:
-        cost = CostModel(_constants(figures, task, store))
-        ledger = sampling.open_ledger(
-            task, case, store, log, cost, seed=seed, budget=budget, callbacks=callbacks
+        ledger = reopened(
+            task,
+            case,
+            store,
+            log,
+            figures,
+            programs,
+            seed=seed,
+            budget=budget,
+            callbacks=callbacks,
         )
-        for program in programs:
-            candidate = Candidate.from_json(program["candidate"])
-            ledger.rows.append(sampling.judged(ledger, candidate))
         ran = [i for i, program in enumerate(programs) if program["samples_s"]]
-        others = []
-        for i in ran:
-            module = ledger.module_of(ledger.rows[i])
-            if not isinstance(module, Module) or module.digest != programs[i].get("module"):
-                others.append(programs[i]["name"])
-        if others:
-            raise OtherProgramsError(
-                f"{len(others)} of {len(ran)} programs of {task.case} on {task.devices} devices are"
-                f" not those that were measured ({', '.join(others[:5])}): delete {path} to"
-                " measure them anew"
-            )
         compiling = Compiling(ledger, None)
         with compiling.opened():
             compiling.compile(ran, 1.0)
+    unsaid = {
+        programs[i]["name"]: said
+        for i in ran
+        for said in (ledger.rows[i].propagated, ledger.rows[i].compiled)
+        if not isinstance(said, Estimate)
+    }
+    if unsaid:
+        name, why = next(iter(unsaid.items()))
+        raise UnpricedError(
+            f"{len(unsaid)} of {len(ran)} programs of {task.case} on {task.devices} devices were"
+            f" measured and got no prediction; {name}: {why}"
+        )
     for i in ran:
         programs[i]["rung1"] = rung_to_json(ledger.rows[i].propagated)
         programs[i]["rung2"] = rung_to_json(ledger.rows[i].compiled)
@@ -101,37 +91,3 @@ def run(
         },
     }
     write(path, figures)
-
-
-def _constants(figures: dict[str, Any], task: Task, store: Store) -> Constants:
-    """Those of a sample, completed where nobody asked for some when it was taken."""
-    own = figures["constants"]
-    if {field.name for field in dataclasses.fields(Constants)} <= own.keys():
-        return Constants.from_json(own)
-    return completed(own, calibrated(sampling.target_of(task), store.calibration))
-
-
-def completed(own: dict[str, Any], here: Constants) -> Constants:
-    """Constants that lack some, which are this machine's in proportion to what both have.
-
-    The machine, or its hour, may have been another: a rate beyond the caches that was measured then
-    is not to stand beside rates within them that were measured now.
-    """
-    found = here.to_json() | own
-    for name, beside in _BESIDE.items():
-        if name not in own and getattr(here, beside):
-            scale = found[beside] / getattr(here, beside)
-            alike = _is_duration(name) == _is_duration(beside)
-            found[name] = _times(getattr(here, name), scale if alike else 1 / scale)
-    return Constants.from_json(found)
-
-
-def _is_duration(name: str) -> bool:
-    return name.endswith("_s") and not name.endswith("_per_s")
-
-
-def _times(figure: Any, scale: float) -> Any:
-    """A figure, or the second of each pair, in proportion."""
-    if isinstance(figure, tuple):
-        return tuple((what, value * scale) for what, value in figure)
-    return figure * scale

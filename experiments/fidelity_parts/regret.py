@@ -65,20 +65,24 @@ def best_in_top(
       fresh: the pairs of the plan with its rivals.
 
     Returns:
-      `strict`: the fastest of all is among them. `tied`: one of them is no slower than the fastest
-      within the 95 % interval: the plan by the fresh pairs, the others by the rounds, where that
-      interval is narrow enough to say.
+      `strict`: the fastest of all is among them; where the rounds say that it is the plan, but
+      fresh pairs that a rival is faster, it is the rival that the plan does worst against. `tied`:
+      one of them is no slower than the fastest within the 95 % interval: the plan by the fresh
+      pairs, the others by the rounds, where that interval is narrow enough to say.
     """
     first = [n for n, place in places.items() if place is not None and place < count]
     first = [n for n in first if n in measured]
     if not first:
         return {"strict": False, "tied": False}
+    plan = next((name for name, place in places.items() if place == 0), None)
+    told = [pair for pair in fresh if not pair["failed"] and pair["decided"]]
+    faster = [pair for pair in told if pair["low"] > 1.0]
     best = min(measured, key=lambda name: (measured[name], name))
-    paired = any(
-        pair["rival"] == best and not pair["failed"] and pair["decided"] and pair["low"] <= 1.0
-        for pair in fresh
-    )
-    tied = best in first or paired or any(_equal(tables[n], tables[best]) for n in first)
+    if best == plan and faster:
+        best = max(faster, key=lambda pair: pair["ratio"])["rival"]
+    paired = any(pair["rival"] == best and pair["low"] <= 1.0 for pair in told)
+    others = [name for name in first if name != plan]
+    tied = best in first or paired or any(_equal(tables[n], tables[best]) for n in others)
     return {"strict": best in first, "tied": tied}
 
 

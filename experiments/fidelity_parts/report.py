@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.cost import Correction
+from experiments import pairs
 from experiments.fidelity_parts import leave_out, ranks, regret
 from experiments.fidelity_parts.goals import judged
 from experiments.fidelity_parts.leave_out import Observation
@@ -116,6 +117,7 @@ def hand_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
         "count": len(rows),
         "met": sum(row["verdict"] == "met" for row in rows),
         "undecided": sum(row["verdict"] == "undecided" for row in rows),
+        "open": sum(map(pairs.is_open, rows)),
         "why": "",
         "worst": max(ratios.values(), default=None),
         "worst_layout": max(ratios, key=lambda name: ratios[name], default=""),
@@ -152,6 +154,7 @@ def sample_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
         "whole_space": found["whole_space"],
         "plan_is": programs[found["plan"]]["baseline"],
         **figures,
+        "open": sum(map(pairs.is_open, found["fresh"])),
         "top3_strict": top["strict"],
         "top3": top["tied"],
         "speed_up_plan": dp_s / plan if dp_s and plan else None,
@@ -163,8 +166,10 @@ def sample_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def enough(sample: Mapping[str, Any]) -> bool:
-    """Whether as many programs were measured as should be, or all that there are."""
-    return sample["measured"] >= LEAST_PROGRAMS or sample.get("whole_space", False)
+    """Whether as many programs were measured as should be, or all that there are and fit."""
+    every = sample["programs"] - sample.get("too_large", 0)
+    whole = sample.get("whole_space", False) and sample["measured"] == every
+    return sample["measured"] >= LEAST_PROGRAMS or whole
 
 
 def tables_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
@@ -245,6 +250,7 @@ def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "regret_median": _median(regrets),
         "regret_worst": _finite(max(regrets, default=math.inf)),
         "regret_undecided": sum(not s["decided"] for s in samples),
+        "pairs_open": sum(found.get("open", 0) for found in (*hands, *samples)),
         "best_in_top_3": _share([s.get("top3", False) for s in samples]),
         "best_in_top_3_strict": _share([s.get("top3_strict", False) for s in samples]),
         "top_1": _share([s["top1"] for s in samples]),

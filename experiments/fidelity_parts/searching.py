@@ -25,7 +25,8 @@ def run(
 ) -> None:
     """Searches, saves the plan and writes the result; a search that fails is a result too.
 
-    The journal stays under the runs: an interrupted search goes on from it.
+    An interrupted search goes on from its journal under the runs; one that ended leaves none there:
+    whoever deletes its result wants it searched anew.
     """
     folder = store.run_folder(task)
     journal = folder / "search.jsonl"
@@ -54,6 +55,7 @@ def run(
         plan.save(str(folder / "plan.json"))
         slim(plan).save(str(store.plan(task)))
     write(store.result(task), figures)
+    journal.unlink(missing_ok=True)
 
 
 def figures_of(plan: Plan) -> dict[str, Any]:

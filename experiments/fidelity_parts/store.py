@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from autoshard import Workload
 from autoshard.cost import MODEL_REVISION
 from autoshard.host import machine
+from experiments import pairs
 
 PARTS = ("search", "sample", "hand")
 """The parts that are run, in this order; the report is made from what they leave."""
@@ -120,7 +121,8 @@ def missing(
 
     Args:
       retry: parts whose file says that they failed, lost something or left something undecided
-        count as missing too.
+        count as missing too, and those with a comparison that fewer processes were asked about
+        than are asked today.
     """
     for case in cases:
         for count in devices:
@@ -130,7 +132,7 @@ def missing(
                 if (
                     found is None
                     or is_of_another_plan(found, store.planned(task))
-                    or (retry and any(found.get(k) for k in ("failed", "lost", "undecided")))
+                    or (retry and is_unsettled(found))
                 ):
                     yield task
 
@@ -138,10 +140,20 @@ def missing(
 def is_of_another_plan(found: dict[str, Any], plan: dict[str, Any] | None) -> bool:
     """Whether a part's result speaks of a plan that is not the case's present one.
 
+    One that was written where there was no plan is of another as soon as there is one.
+
     Args:
       plan: the candidate of the present one, as JSON.
     """
-    return bool(found.get("planned")) and found["planned"] != plan
+    return found.get("part") != "search" and found.get("planned") != plan
+
+
+def is_unsettled(found: dict[str, Any]) -> bool:
+    """Whether a result failed, lost something, or has a comparison that is to be asked on."""
+    if any(found.get(name) for name in ("failed", "lost", "undecided")):
+        return True
+    compared = (*found.get("rows", ()), *found.get("fresh", ()))
+    return any(pairs.is_open(row) for row in compared)
 
 
 def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def goals_table(summary: Mapping[str, Any]) -> Table:
         ("hand layouts compared", "hand_count"),
         ("of these undecided, counted as missed", "hand_undecided"),
         ("cases whose fresh pairs are undecided", "regret_undecided"),
+        ("comparisons that fewer processes were asked about than are today", "pairs_open"),
         ("fewest programs measured for a case", "programs_least"),
         ("cases with three or more ranked programs within 1.5 times the best", "near_count"),
         ("of these with a ceiling of at least 0.7, and so a share", "near_share_count"),

@@ -85,6 +85,7 @@ def sample(
                 "decided": decided or place == 0 < len(rivals) - 1,
                 "first_s": [],
                 "second_s": [],
+                "processes": [0] * 4,
             }
             for place, rival in enumerate(rivals)
         ],
@@ -108,10 +109,14 @@ def search(plan_is: str = "", numerics: str = "exact") -> dict[str, Any]:
     }
 
 
-def hand(**ratios: float | None) -> dict[str, Any]:
+def hand(processes: int = 4, **ratios: float | None) -> dict[str, Any]:
     """What the hand part writes: layout (underscores for spaces) -> ratio, None for undecided."""
     rows = []
     for name, ratio in ratios.items():
         verdict = "undecided" if ratio is None else "met" if ratio <= 1.0 else "missed"
-        rows.append({"layout": name.replace("_", " "), "ratio": ratio, "verdict": verdict})
+        compared = {"low": ratio, "high": ratio, "decided": ratio is not None}
+        compared |= {"first_s": [], "second_s": [], "processes": [0] * processes}
+        rows.append(
+            {"layout": name.replace("_", " "), "ratio": ratio, "verdict": verdict, **compared}
+        )
     return {**PROVENANCE, "failed": "", "rows": rows}

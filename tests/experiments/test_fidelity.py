@@ -89,6 +89,29 @@ def test_fresh_pairs_say_whether_the_plan_equals_the_best() -> None:
         assert said == {"strict": False, "tied": tied}
 
 
+def test_a_plan_that_is_fastest_by_luck_is_not_the_best() -> None:
+    made = [program("a", 1.0), program("rival", 1.001), program("c", 1.5)]
+    found = report.tables_of(data.sample(made))
+    measured = ranks.times(found)
+    slower = data.sample([], ratio=1.03, rivals=("rival",))["fresh"]
+    for place, top in ((None, False), (1, True)):
+        places = {"a": 0, "rival": place, "c": 2}
+        said = regret.best_in_top(places, measured, found, slower)
+        assert said == {"strict": top, "tied": top}, "fresh pairs say that the rival is faster"
+    # Rounds say nothing of the plan: here they would call it as fast as the best.
+    made = [program("a", 1.0005), program("rival", 1.0)]
+    found = report.tables_of(data.sample(made))
+    said = regret.best_in_top({"a": 0, "rival": 7}, ranks.times(found), found, slower)
+    assert said == {"strict": False, "tied": False}
+
+
+def test_a_whole_space_is_measured_when_all_of_it_that_fits_was() -> None:
+    fits = [program("a", 1.0), program("b", 1.0), program("c", 1.0, failure="oom")]
+    for more, there in (([], True), ([program("d", 1.0, failure="crash")], False)):
+        row = report.sample_row(data.sample([*fits, *more]))
+        assert row is not None and report.enough(row) == there
+
+
 def test_tau_and_its_ceiling_without_noise_are_one() -> None:
     made = [program(name, 1.0 + i / 10) for i, name in enumerate("abcdef")]
     found = report.tau_of(data.sample(made), "rung2")
@@ -262,6 +285,15 @@ def test_what_is_missed_is_red_and_counted(changed: dict, expected: set[str]) ->
     assert marked == len(expected)
 
 
+def test_comparisons_of_few_processes_are_counted() -> None:
+    assert report.summarise(results())["figures"]["pairs_open"] == 0
+    one = data.hand(processes=1, data_parallel=0.6, fsdp=0.99)  # far from 1 one is enough
+    assert report.summarise(results(hand=one))["figures"]["pairs_open"] == 1
+    fresh = data.sample(ALL_GOOD, case="vit", family="vit")
+    fresh["fresh"][0]["processes"] = [0] * 3
+    assert report.summarise(results(hand=one, sample=fresh))["figures"]["pairs_open"] == 2
+
+
 def test_no_figure_but_the_ranks_is_kept_from_a_program_that_failed() -> None:
     broken = [*ALL_GOOD, program("e", 1.0, failure="oom"), program("f", 1.0, failure="crash")]
     row = report.sample_row(data.sample(broken))
@@ -316,6 +348,11 @@ def test_no_peer_is_beaten_where_there_was_nothing_to_find_or_cases_are_left() -
     ]
     last = peers_page.peers_table({"cases": {"mlp on x": case}}, 17).rows[-1]
     assert [cell.red for cell in last].count(True) == 2
+    # Neither another target nor another budget makes two of one model.
+    for name, budget in (("mlp on y", 600), ("vit on x", 50)):
+        both = {"mlp on x": case, name: {**case, "budget": budget}}
+        last = peers_page.peers_table({"cases": both}, 2).rows[-1]
+        assert "1 of 2 run" in last[4].text and last[4].red
 
 
 def test_plots_are_drawn_from_the_results(tmp_path: pathlib.Path) -> None:

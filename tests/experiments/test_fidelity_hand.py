@@ -19,8 +19,9 @@ HAND = Task(part="hand", case="tiny", devices=8)
 def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[str]]:
     """Runs the hand part over two layouts; returns what was started.
 
-    Those named `good` leave or add to a row, of this ratio in every process, and not decided where
-    the limit is below 10 seconds. The `dies`-th process leaves nothing.
+    Those named `good` leave or add to a row, of this ratio in every process. Where the limit is
+    below 10 seconds it is not decided, by as many as are ever asked. The `dies`-th process leaves
+    nothing.
     """
     store.write(kept.plan(HAND), {"candidate": {"layout": "the first"}})
     monkeypatch.setattr(
@@ -43,10 +44,12 @@ def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[
                 row = {
                     "first_s": [*before.get("first_s", ()), *(20 * [ratio])],
                     "second_s": [*before.get("second_s", ()), *(20 * [1.0])],
-                    "processes": [*before.get("processes", ()), 20],
+                    "processes": [*before.get("processes", ()), 20] if limit_s >= 10 else [1] * 24,
                     "layout": layout,
                     "verdict": "met" if limit_s >= 10 else "undecided",
                     "ratio": ratio,
+                    "low": ratio - 0.001,
+                    "high": ratio + 0.001,
                     "decided": limit_s >= 10,
                     "planned": kept.planned(HAND),
                     "seed": seed,

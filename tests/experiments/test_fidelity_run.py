@@ -17,11 +17,12 @@ from autoshard.cost import MODEL_REVISION, Constants
 from autoshard.journal import Journal
 from autoshard.pricing import cost_model
 from autoshard.target import Target
-from autoshard.trial import Measurement, Stage
+from autoshard.trial import Failure, Kind, Measurement, Stage
 from experiments import pairs
 from experiments.fidelity_parts import (
     measuring,
     predicting,
+    reopening,
     report,
     running,
     sampling,
@@ -41,7 +42,11 @@ def test_what_tries_the_machinery_neither_counts_nor_comes_onto_the_page(
     page = tmp_path / "docs" / "fidelity.md"
     page.parent.mkdir()
     page.write_text("as it is")
-    for flag, folder in (("--short", "shrunk-short"), ("--scale=small", "small")):
+    for flag, folder in (
+        ("--short", "shrunk-short"),
+        ("--scale=small", "small"),
+        ("--rounds=2", "shrunk-2-rounds"),
+    ):
         subprocess.run(
             [sys.executable, "-m", "experiments.fidelity", "--part=report", flag],
             cwd=tmp_path,
@@ -226,6 +231,7 @@ def test_a_case_goes_through_search_sample_and_report(
     assert found is not None and found["failed"] == "" and found["numerics"] == "exact"
     assert found["candidates"] >= 12 and not found["resumed"] and found["elapsed_s"]["all"] > 0
     assert json.loads(kept.plan(task).read_text())["candidate"] == found["plan"]
+    assert not (kept.run_folder(task) / "search.jsonl").exists(), "it would answer the next search"
 
     task = Task(part="sample", case="tiny", devices=8)
     settings = measuring.Settings(
@@ -257,6 +263,31 @@ def test_a_case_goes_through_search_sample_and_report(
     assert found["planned"] == plan["candidate"] and found["model_revision"] == MODEL_REVISION
     # It is priced by the machine of its own hour, not by that of the search.
     assert drawn == [settings.draws] and Constants.from_json(found["constants"]) == slow_today
+
+    # A pair that wants another process gets it; nothing else is measured again.
+    monkeypatch.setattr(pairs, "_PROCESSES", (3, 3))
+    monkeypatch.setattr(measuring, "calibrate", None)
+    asked_on = json.loads(kept.result(task).read_text())
+    asked_on["fresh"][1] = {"rival": asked_on["fresh"][1]["rival"], "failed": "it died"}
+    store.write(kept.result(task), asked_on)
+    assert list(store.missing(kept, ["tiny"], [8], ["sample"], retry=False)) == []
+    assert list(store.missing(kept, ["tiny"], [8], ["sample"], retry=True)) == [task]
+    measuring.run(task, case, kept, settings=settings, **options)
+    more = store.read(kept.result(task))
+    assert more is not None and {k: v for k, v in more.items() if k != "fresh"} == {
+        k: v for k, v in found.items() if k != "fresh"
+    }
+    for number, (before, after) in enumerate(zip(found["fresh"], more["fresh"], strict=True)):
+        assert before["rival"] == after["rival"] and len(after["processes"]) == 3
+        kept_on = after["first_s"][: len(before["first_s"])] == before["first_s"]
+        assert kept_on == (number != 1)
+    assert list(store.missing(kept, ["tiny"], [8], ["sample"], retry=True)) == []
+    other = TinyCase(width=128)
+    kept.result(task).unlink()
+    with pytest.raises(autoshard.PlanError, match=r"another model.*\n.*recorded"):
+        monkeypatch.setattr(measuring, "calibrate", calibrate)
+        measuring.run(task, other, kept, settings=settings, **options)
+    store.write(kept.result(task), found)
 
     results = report.load(kept, ["tiny", "absent"], [8])
     summary = report.summarise(results)
@@ -296,10 +327,24 @@ def test_a_case_goes_through_search_sample_and_report(
         for rung in ("rung1", "rung2"):
             assert after[rung]["time_s"] > 1000 * before[rung]["time_s"]
 
+    # Nor is one without a prediction left out of the figures unseen.
+    failed = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="it died")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            predicting.Compiling,
+            "compile",
+            lambda self, rows, share: [
+                setattr(self._ledger.rows[i], "compiled", failed) for i in rows
+            ],
+        )
+        with pytest.raises(predicting.UnpricedError, match=r"were measured and got no.*it died"):
+            predicting.run(task, case, kept, **options)
+    assert store.read(path) == lacking
+
     # A program that was never measured gets no prediction beside another one's time.
     anew["programs"][0]["module"] = "0" * 64
     store.write(path, anew)
-    with pytest.raises(predicting.OtherProgramsError, match=r"1 of .* delete .*sample\.json"):
+    with pytest.raises(reopening.OtherProgramsError, match=r"1 of .* delete .*sample\.json"):
         predicting.run(task, case, kept, **options)
     assert store.read(path) == anew
 
@@ -317,12 +362,12 @@ def test_what_a_sample_did_not_calibrate_is_in_proportion_to_what_it_did() -> No
     own["element_flops_per_s"] = 2 * CONSTANTS.element_flops_per_s
     for name in ("bandwidths", "collided_s", "degenerate_s"):
         del own[name]
-    found = predicting.completed(json.loads(json.dumps(own)), here)
+    found = reopening.completed(json.loads(json.dumps(own)), here)
     assert found.bandwidths == ((1, 8e10), (2, 2e10))
     assert found.collided_s == pytest.approx(6e-10) and found.array_s == 1e-6
     assert found.degenerate_s == pytest.approx(2e-9)  # twice as fast
     accelerator = dataclasses.replace(here, transposed_s=0.0, collided_s=0.0)
-    assert predicting.completed(own, accelerator).collided_s == 0.0
+    assert reopening.completed(own, accelerator).collided_s == 0.0
 
 
 def test_predictions_are_made_anew_where_there_is_a_sample(kept: Store) -> None:

@@ -1,5 +1,6 @@
 """Paired timing on a clock that the steps themselves advance."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from experiments.pairs import (
     Comparison,
     compare,
     in_processes,
+    is_open,
     of_process,
     of_processes,
     parts_of,
@@ -65,7 +67,7 @@ def test_the_interval_of_several_processes_is_students() -> None:
     assert np.log(found.high) - np.log(found.low) == pytest.approx(2 * half, rel=0.05)
     assert not found.decided
     assert found.processes == (20,) * 4
-    ratios = [p.ratio for p in parts_of(found.first_s, found.second_s, found.processes)]
+    ratios = [p.ratio for p in parts_of(dataclasses.asdict(found))]
     assert ratios == [p.ratio for p in parts]
     assert of_processes(parts[:1]) == parts[0]
 
@@ -101,6 +103,29 @@ def test_processes_are_asked_where_they_could_decide(
     found = in_processes(ask, 8.0)
     assert len(found.processes) == asked
     assert limits == [8.0] + [2.0] * (asked - 1)
+
+
+def test_a_comparison_goes_on_from_what_processes_said_before() -> None:
+    asked: list[int] = []
+
+    def ask(number: int, limit_s: float) -> Comparison:
+        assert limit_s == 2.0, "only the first process has all the time"
+        asked.append(number)
+        return process(1.0)
+
+    begun = of_processes([process(1.01), process(0.99)])
+    found = in_processes(ask, 8.0, parts_of(dataclasses.asdict(begun)))
+    assert asked == [2, 3] and found.first_s[:40] == begun.first_s
+
+
+def test_what_fewer_processes_said_than_are_asked_today_is_open() -> None:
+    one = dataclasses.asdict(process(1.0))
+    assert is_open(one) and not is_open(dataclasses.asdict(process(0.5)))
+    assert not is_open(dataclasses.asdict(of_processes([process(1.0)] * 4)))
+    assert is_open({"rival": "b", "failed": "it died"})
+    del one["processes"]  # as before they were counted
+    assert is_open(one)
+    assert [len(part.first_s) for part in parts_of(one)] == [20]
 
 
 def test_out_of_time_is_undecided():

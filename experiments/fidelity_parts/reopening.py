@@ -1,0 +1,115 @@
+"""Opens a sample that was measured again: its programs as today's code makes them of its layouts.
+
+What was measured stays with the program that it was measured of: where today's code makes another
+one of a layout, nothing is done. The constants are those that the sample was taken with.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.budget import Budget, Callback
+from autoshard.calibrations import calibrated
+from autoshard.cost import Constants, CostModel
+from autoshard.driver.ledger import Ledger
+from autoshard.journal import Journal
+from autoshard.layout import Candidate
+from autoshard.module import Module
+from experiments.fidelity_parts import sampling
+from experiments.fidelity_parts.store import Case, Store, Task
+
+_BESIDE = {
+    "bandwidths": "bandwidth_bytes_per_s",
+    "collided_s": "transposed_s",
+    "degenerate_s": "element_flops_per_s",
+    "degenerate_across_s": "element_flops_per_s",
+    "turned_flops_per_s": "contract_flops_per_s",
+    "unvectorized_flops_per_s": "element_flops_per_s",
+    "array_s": "launch_s",
+}
+"""Constants that older calibrations lack -> one that they have, and that goes with it.
+
+In proportion where both are rates, or both seconds; else the other way round.
+"""
+
+
+class OtherProgramsError(RuntimeError):
+    """Programs of a sample are not those that were measured."""
+
+
+def reopened(
+    task: Task,
+    case: Case,
+    store: Store,
+    journal: Journal,
+    figures: Mapping[str, Any],
+    programs: Sequence[Mapping[str, Any]],
+    *,
+    seed: int,
+    budget: Budget,
+    callbacks: Sequence[Callback] = (),
+) -> Ledger:
+    """A ledger whose rows are these programs of a sample, in order, judged by rung 1 alone.
+
+    Args:
+      figures: the sample, of which `programs` are some or all.
+
+    Raises:
+      OtherProgramsError: of a layout that was measured today's code makes another program, or the
+        sample does not say which it was.
+    """
+    cost = CostModel(_constants(figures, task, store))
+    ledger = sampling.open_ledger(
+        task, case, store, journal, cost, seed=seed, budget=budget, callbacks=callbacks
+    )
+    measured = 0
+    others = []
+    for program in programs:
+        row = sampling.judged(ledger, Candidate.from_json(program["candidate"]))
+        ledger.rows.append(row)
+        if program["samples_s"]:
+            measured += 1
+            module = ledger.module_of(row)
+            if not isinstance(module, Module) or module.digest != program.get("module"):
+                others.append(program["name"])
+    if others:
+        raise OtherProgramsError(
+            f"{len(others)} of {measured} programs of {task.case} on {task.devices} devices are not"
+            f" those that were measured ({', '.join(others[:5])}): delete"
+            f" {store.result(dataclasses.replace(task, part='sample'))} to measure them anew"
+        )
+    return ledger
+
+
+def _constants(figures: Mapping[str, Any], task: Task, store: Store) -> Constants:
+    """Those of a sample, completed where nobody asked for some when it was taken."""
+    own = figures["constants"]
+    if {field.name for field in dataclasses.fields(Constants)} <= own.keys():
+        return Constants.from_json(own)
+    return completed(own, calibrated(sampling.target_of(task), store.calibration))
+
+
+def completed(own: dict[str, Any], here: Constants) -> Constants:
+    """Constants that lack some, which are this machine's in proportion to what both have.
+
+    The machine, or its hour, may have been another: a rate beyond the caches that was measured then
+    is not to stand beside rates within them that were measured now.
+    """
+    found = here.to_json() | own
+    for name, beside in _BESIDE.items():
+        if name not in own and getattr(here, beside):
+            scale = found[beside] / getattr(here, beside)
+            alike = _is_duration(name) == _is_duration(beside)
+            found[name] = _times(getattr(here, name), scale if alike else 1 / scale)
+    return Constants.from_json(found)
+
+
+def _is_duration(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_per_s")
+
+
+def _times(figure: Any, scale: float) -> Any:
+    """A figure, or the second of each pair, in proportion."""
+    if isinstance(figure, tuple):
+        return tuple((what, value * scale) for what, value in figure)
+    return figure * scale
