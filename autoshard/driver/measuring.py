@@ -133,7 +133,7 @@ class Measuring:
         )
         try:
             return self._raced(bench, names, records, rounds, first_round, share)
-        except WorkerError as error:  # nor does that
+        except WorkerError as error:  # that says nothing of the programs
             ledger.notes.append(f"not measured: {str(error)[:500]}")
             return []
 

@@ -249,21 +249,31 @@ def _paired(
       begun: what processes said before.
 
     Returns:
-      The comparison, its day and commit; `failed` says why there is none.
+      The comparison, its day and commit; `failed` says why there is none, `why` that it is one of
+      fewer processes than were wanted.
     """
+
+    said = [*begun]
 
     def in_a_process(number: int, limit_s: float) -> pairs.Comparison:
         with _bench(ledger, settings) as bench:
-            return timing.fresh_pair(
-                bench, plan, rival, limit_s=limit_s, seed=ledger.seed + 1 + number
+            said.append(
+                timing.fresh_pair(
+                    bench, plan, rival, limit_s=limit_s, seed=ledger.seed + 1 + number
+                )
             )
+            return said[-1]
 
+    found: dict[str, Any] = {"failed": ""}
     try:
-        found = pairs.in_processes(in_a_process, settings.pair_limit_s, begun)
+        found |= dataclasses.asdict(pairs.in_processes(in_a_process, settings.pair_limit_s, begun))
     except timing.MeasuringError as error:
-        return {"failed": str(error)[:500]}
-    when = {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
-    return {"failed": "", **dataclasses.asdict(found), **when}
+        if not said:
+            return {"failed": str(error)[:500]}
+        # Not as many processes as were wanted: what there is decides nothing, and can be asked on.
+        found |= {**dataclasses.asdict(pairs.of_processes(said)), "decided": False}
+        found["why"] = str(error)[:500]
+    return found | {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
 
 
 def _keeps_out(ledger: Ledger, row: Row) -> Failure | None:

@@ -149,11 +149,15 @@ def is_of_another_plan(found: dict[str, Any], plan: dict[str, Any] | None) -> bo
 
 
 def is_unsettled(found: dict[str, Any]) -> bool:
-    """Whether a result failed, lost something, or has a comparison that is to be asked on."""
+    """Whether a result failed, lost something, or has a comparison that is to be asked on.
+
+    The pairs of a sample are asked on where the sample was taken: elsewhere other programs may be
+    the fastest.
+    """
     if any(found.get(name) for name in ("failed", "lost", "undecided")):
         return True
-    compared = (*found.get("rows", ()), *found.get("fresh", ()))
-    return any(pairs.is_open(row) for row in compared)
+    fresh = found.get("fresh", ()) if found.get("machine") == machine() else ()
+    return any(pairs.is_open(row) for row in (*found.get("rows", ()), *fresh))
 
 
 def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:

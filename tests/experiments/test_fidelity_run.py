@@ -1,5 +1,6 @@
 """How the benchmark runs: what is there is not made again, and a tiny case goes through it all."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,6 +8,7 @@ import pathlib
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -382,6 +384,39 @@ def test_predictions_are_made_anew_where_there_is_a_sample(kept: Store) -> None:
     lost = running.predict_again(kept, ["a", "b"], [4, 8], start=start, tell=told.append)
     assert lost == started == [Task(part="predict", case="b", devices=8)]
     assert any("code 1" in text for text in told)
+
+
+def test_a_process_that_fails_costs_its_own_pairs_alone(
+    kept: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "_bench", lambda *_: contextlib.nullcontext())
+    asked: list[int] = []
+
+    def fresh_pair(bench: object, *_: object, limit_s: float, seed: int) -> pairs.Comparison:
+        asked.append(seed)
+        if seed == 3:
+            raise measuring.timing.MeasuringError("it died")
+        return pairs.of_process([1.0, 1.01] * 10, [1.0] * 20)
+
+    monkeypatch.setattr(measuring.timing, "fresh_pair", fresh_pair)
+
+    def paired(begun: Any = (), seed: int = 0) -> dict[str, Any]:
+        asked.clear()
+        where: Any = SimpleNamespace(seed=seed)
+        program: Any = None
+        return measuring._paired(where, program, program, measuring.Settings(), begun)
+
+    some = paired()
+    assert asked == [1, 2, 3] and some["why"] == "it died" and not some["failed"]
+    assert some["processes"] == (20, 20) and not some["decided"] and pairs.is_open(some)
+    # It is asked on where the sample was taken, and there alone.
+    result = {"part": "sample", "failed": "", "machine": store.machine(), "fresh": [some]}
+    assert store.is_unsettled(result)
+    assert not store.is_unsettled({**result, "machine": "another"})
+    more = paired([*pairs.parts_of(some), pairs.of_process([1.0] * 20, [1.0] * 20)])
+    assert asked == [4] and more["decided"] and len(more["processes"]) == 4
+    assert not pairs.is_open(more)
+    assert paired(seed=2) == {"failed": "it died"} and asked == [3]
 
 
 def test_half_a_search_is_no_result(kept: Store, calibration: pathlib.Path) -> None:
