@@ -86,6 +86,7 @@ def search(
       LayoutError: `fix` names nothing, or mesh axes that there are not.
       JournalError: not a journal, damaged, or of another schema.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
+      ValueError: `memory_headroom` or `seed` is none.
     """
     start_s = time.perf_counter()
     if not 0 <= memory_headroom < 1:

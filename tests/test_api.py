@@ -517,7 +517,9 @@ def test_knobs_that_trace_and_cannot_be_analysed_are_noted_too(quick, monkeypatc
 
         return analysed
 
-    model_fn = lambda kind: mlp(0.1 if kind == "a" else 0.2)  # noqa: E731
+    def model_fn(kind):
+        return mlp(0.1 if kind == "a" else 0.2)
+
     monkeypatch.setattr(api, "make_subject", refusing("b"))
     plan = quick(model_fn, knobs={"kind": ("a", "b")})
     assert plan.knobs == {"kind": "a"}
