@@ -3,7 +3,7 @@
 Question: the step time that rung 2 predicts without the device, over the time measured on it, for
   programs of one GPU; and how far the catalogue's figures are from what the device does.
 Command: scripts/gpu_check   (on a machine with an NVIDIA GPU of the catalogue)
-Cost: 18 to 51 s a program were seen (of five of the eleven), most of it compiling.
+Cost: up to 95 s a program were seen (about 25 s for most), the larger part compiling.
 Expected: predicted / measured between 0.5 and 1.2 for each program (a roofline at nominal peaks
   knows nothing of what kernels lose); the catalogue's rates above what is measured.
 

@@ -12,7 +12,7 @@ from autoshard.journal import key_of
 from autoshard.lowering import lower_unsharded
 from autoshard.module import Module
 from autoshard.rungs import numerics, profile
-from autoshard.rungs.bench import Bench, Benches
+from autoshard.rungs.bench import Bench, Benches, runs_ahead
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.checking import Finalist, Touching
 from autoshard.rungs.inputs import Inputs, make_inputs
@@ -267,6 +267,7 @@ class Measuring:
             seed=ledger.seed,
             init=self._inputs_of(row).init.digest,
             synthetic=workload.sample is None,
+            ahead=runs_ahead(ledger.target.platform),
         )
 
     def _about(self, keys: Sequence[str], inputs: Inputs) -> dict[str, object]:

@@ -7,6 +7,7 @@ process that owns them. Not modelled here: several processes that share one prog
 import contextlib
 import dataclasses
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -57,9 +58,10 @@ class Benches(Protocol):
         """Compiles a program, once as long as it is the same, and places its state and batches."""
 
     def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
-        """Runs `steps` steps, each on the state of the last; wall time of each in seconds.
+        """Runs steps, each on the state of the last; wall time of `steps` of them in seconds.
 
-        A sample is the time from calling the program to all its outputs being ready.
+        A sample is the time from calling the program to all its outputs being ready; where steps
+        run ahead (`runs_ahead`), from the end of one step to the end of the next.
         """
 
     def trace(self, name: str, folder: str, steps: int) -> str | Failure:
@@ -168,8 +170,8 @@ class Bench:
             self._place(entry)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
-            with jax.profiler.trace(folder, profiler_options=options):
-                self._run(entry, steps)
+            with jax.profiler.trace(folder, profiler_options=options), _no_garbage_collection():
+                self._ends(entry, steps) if _ahead(entry) else self._waiting(entry, steps)
             return folder
         self.unload(name)
         return caught.expect()
@@ -231,18 +233,44 @@ class Bench:
         return Trajectory(state=tuple(_copies(array) for array in arrays), metrics=tuple(metrics))
 
     def _run(self, entry: _Entry, steps: int) -> tuple[float, ...]:
-        count = entry.executable.module.state_count
-        state, batches = self._place(entry)
-        samples = []
+        self._place(entry)
         with _no_garbage_collection():
-            for _ in range(steps):
-                inputs = [*state, *batches[entry.steps % len(batches)]]
-                begin = time.perf_counter()
-                outputs = jax.block_until_ready(entry.executable.run(inputs))
-                samples.append(time.perf_counter() - begin)
-                entry.state = state = outputs[:count]
-                entry.steps += 1
+            if not _ahead(entry):
+                return self._waiting(entry, steps)
+            ends = self._ends(entry, steps + 1)
+            return tuple(end - before for before, end in itertools.pairwise(ends))
+
+    def _waiting(self, entry: _Entry, steps: int) -> tuple[float, ...]:
+        """Runs steps, none before the one before it has ended; wall time of each."""
+        samples = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            jax.block_until_ready(self._step(entry))
+            samples.append(time.perf_counter() - begin)
         return tuple(samples)
+
+    def _ends(self, entry: _Entry, steps: int) -> list[float]:
+        """Runs steps, each called before the one before it has ended; when each of them ended.
+
+        What tells the end of a step is its metrics: the next one takes its state.
+        """
+        ends = []
+        metrics = self._step(entry)[entry.executable.module.state_count :]
+        for _ in range(steps - 1):
+            following = self._step(entry)[entry.executable.module.state_count :]
+            jax.block_until_ready(metrics)
+            ends.append(time.perf_counter())
+            metrics = following
+        jax.block_until_ready((entry.state, metrics))
+        return [*ends, time.perf_counter()]
+
+    def _step(self, entry: _Entry) -> list[jax.Array]:
+        """Calls a program on the state of its last step and the next batch; its outputs."""
+        state, batches = self._place(entry)
+        outputs = entry.executable.run([*state, *batches[entry.steps % len(batches)]])
+        entry.state = outputs[: entry.executable.module.state_count]
+        entry.steps += 1
+        return outputs
 
     def _place(self, entry: _Entry) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         executable = entry.executable
@@ -272,6 +300,21 @@ class Bench:
 
     def _batches_of(self, steps: int) -> list[tuple[np.ndarray, ...]]:
         return [self._batches[i % len(self._batches)] for i in range(steps)]
+
+
+def runs_ahead(platform: str) -> bool:
+    """Whether a step is called while the one before it runs, as a training loop does.
+
+    Accelerators then wait for the host only where its share of a step takes longer than theirs.
+    Not on CPU devices: there two steps would share the cores.
+    """
+    return platform != "cpu"
+
+
+def _ahead(entry: _Entry) -> bool:
+    """Whether an entry's steps run ahead: without metrics nothing tells when one has ended."""
+    module = entry.executable.module
+    return runs_ahead(module.platform) and len(module.outputs) > module.state_count
 
 
 def _paths(module: Module) -> tuple[list[str], list[str]]:

@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compat.executable import Executable, MemoryUse
-from autoshard.rungs.bench import Bench
+from autoshard.rungs import bench as bench_file
+from autoshard.rungs.bench import Bench, runs_ahead
 from autoshard.rungs.numerics import NumericsReport
 from autoshard.trial import Failure, Kind, Stage
 from tests import lowered
@@ -225,6 +226,52 @@ def test_run_chains_the_state_and_cycles_through_the_batches(bench):
     ):
         if "bk" not in path:
             np.testing.assert_allclose(a, np.asarray(b), rtol=2e-3, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [
+        ("cpu", ["call", "wait", "call", "wait"]),
+        ("cuda", ["call", "call", "wait", "call", "wait", "wait"]),
+    ],
+)
+def test_on_accelerators_a_step_is_called_before_the_last_one_has_ended(
+    bench, monkeypatch, platform, expected
+):
+    """There a run takes one step more, whose time is that of filling the queue."""
+    done: list[str] = []
+    run, wait = Executable.run, jax.block_until_ready
+    bench.load("data", lowered.train_module(DATA, spec=P()))
+    bench.unload("data")
+    bench.run("data", 1)
+    monkeypatch.setattr(bench_file, "runs_ahead", lambda _: runs_ahead(platform))
+    monkeypatch.setattr(Executable, "run", lambda *args: done.append("call") or run(*args))
+    monkeypatch.setattr(jax, "block_until_ready", lambda what: done.append("wait") or wait(what))
+    samples = bench.run("data", 2)
+    assert done == expected
+    assert len(samples) == 2 and min(samples) > 0
+    assert bench._entries["data"].steps == 1 + expected.count("call")
+
+
+def test_without_metrics_each_step_is_waited_for(monkeypatch):
+    """The next step takes the state: nothing is left to tell when the last one ended."""
+    monkeypatch.setattr(bench_file, "runs_ahead", lambda _: True)
+    silent = Bench()
+    assert silent.set_inputs(lowered.init_module(), lowered.make_batches()) is None
+    step = lowered.make_step()
+    module = lowered.train_module(step=lambda state, x, y: (step(state, x, y)[0], {}))
+    assert len(module.outputs) == module.state_count
+    assert isinstance(silent.load("silent", module), MemoryUse)
+    assert len(silent.run("silent", 2)) == 2
+    assert silent._entries["silent"].steps == 2
+
+
+def test_a_trace_on_accelerators_is_of_as_many_steps_as_asked(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_file, "runs_ahead", lambda _: True)
+    bench.load("data", lowered.train_module(DATA, spec=P()))
+    before = bench._entries["data"].steps
+    assert bench.trace("data", str(tmp_path), 2) == str(tmp_path)
+    assert bench._entries["data"].steps == before + 2
 
 
 def test_a_program_runs_on_the_devices_where_its_mesh_has_them():
