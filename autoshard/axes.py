@@ -34,7 +34,7 @@ class LogicalAxis:
       is_data: the batch carries it and the state does not.
       is_loop: a loop runs over it one slice at a time; not sharded by default.
       is_contracted: some matrix product sums over it.
-      where: `path[dimension]` for each input that holds it.
+      where: `path[dimension]` for each input that holds it; else what makes it, and where.
       repeats: how many alike axes of repeated layers it stands for.
     """
 

@@ -38,7 +38,8 @@ class Budget:
                 raise ValueError(f"Budget.{name} must be a positive whole number, got {value!r}")
         for name in ("seconds", "compile_seconds", "measure_seconds"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            unlimited = name == "seconds" and value is None
+            if not unlimited and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"Budget.{name} must be positive, got {value!r}")
 
 

@@ -45,6 +45,8 @@ class Space:
     _held: dict[Whole, frozenset[frozenset[str]]] = dataclasses.field(
         init=False, repr=False, compare=False
     )
+    # The logical axes that lie along an array of the state.
+    _stored: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     # The logical axes, but for the batch's, of what `Layout.whole_into_loops` speaks of.
     _looped: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     # Of `Axes.meetings` those in which the first may give way; the batch does to others anyway.
@@ -70,6 +72,8 @@ class Space:
         }
         found = {whole: _axes_of(arrays) for whole, arrays in held.items()}
         object.__setattr__(self, "_held", found)
+        stored = _axes_of(self.axes.inputs[: len(self.program.state)])
+        object.__setattr__(self, "_stored", frozenset().union(*stored))
         batch = {axis.name for axis in self.axes.axes if axis.is_batch}
         looped = [
             self.axes.sites.get(site.index, ())
@@ -189,12 +193,13 @@ class Space:
         """A canonical layout with the pinned rules put in."""
         names = {name for name, _ in mesh}
         pinned = {a: to for a, to in self.pinned if set(to) <= names}
-        data = {a.name for a in self.axes.axes if a.is_data}
         return self.canonical(
             Layout(
                 mesh=mesh,
                 compute=rules({**compute, **pinned}),
-                storage=rules({**storage, **{a: to for a, to in pinned.items() if a not in data}}),
+                storage=rules(
+                    {**storage, **{a: to for a, to in pinned.items() if a in self._stored}}
+                ),
                 giving_way=tuple(giving_way),
                 whole=whole,
                 whole_into_loops=whole_into_loops,
@@ -250,7 +255,7 @@ class Space:
                 return f"{axis} is a loop axis: a loop takes one slice of it at a time"
             del to
         for axis, to in self.pinned:
-            tables = [layout.compute] if known[axis].is_data else [layout.compute, layout.storage]
+            tables = [layout.compute, *[layout.storage] * (axis in self._stored)]
             if any(dict(table).get(axis, ()) != to for table in tables):
                 return f"{axis} is fixed to {', '.join(to)}"
         for i, spec in self.fixed_leaves:
@@ -266,8 +271,12 @@ class Space:
             for a in self.axes.axes
             if a.is_batch and a.name in dict(layout.compute)
         }
+        first = len(self.program.state)  # the state is stored as it is, whatever lies along it
         for leaf, dims, spec in zip(
-            self.program.inputs, self.axes.inputs, specs.inputs, strict=True
+            self.program.inputs[first:],
+            self.axes.inputs[first:],
+            specs.inputs[first:],
+            strict=True,
         ):
             wanted = {m for dim in dims for axis, _ in dim for m in batch_rules.get(axis or "", ())}
             got = {m for dim in spec for m in dim}
@@ -284,7 +293,8 @@ class Space:
             return "the step has no constraints of its own to keep"
         specs = self.written.specs
         sizes = dict(specs.mesh)
-        if len(self.meshes) == 1 and [*sizes.values()] != [n for _, n in self.meshes[0]]:
+        wide = [n for n in sizes.values() if n > 1]
+        if len(self.meshes) == 1 and wide != [n for _, n in self.meshes[0]]:
             return (
                 f"the mesh is fixed to {dict(self.meshes[0])}, and the step's own constraints are"
                 f" for {sizes}"
@@ -301,10 +311,13 @@ class Space:
             for leaf, dims, placed in zip(
                 self.program.inputs, self.axes.inputs, specs.inputs, strict=True
             ):
-                for dim, got in zip(dims, placed, strict=True):
-                    held = dict(dim).get(axis, 0)
-                    if held and held % ways == 0 and not set(got) >= set(to):
-                        return f"{axis} is fixed to {', '.join(to)}, not so {leaf.path} as written"
+                holding = [
+                    set(got) >= set(to)
+                    for dim, got in zip(dims, placed, strict=False)  # a key's words have no spec
+                    if any(name == axis and size % ways == 0 for name, size in dim)
+                ]
+                if holding and not any(holding):  # of two such dimensions one takes it
+                    return f"{axis} is fixed to {', '.join(to)}, not so {leaf.path} as written"
         return None
 
     def options(self, axis: LogicalAxis, mesh: MeshShape) -> list[tuple[str, ...]]:

@@ -286,8 +286,8 @@ def resolve(
         dims = dims[: len(leaf.shape)]  # a PRNG key has one more dimension, of its words
         found = resolver.leaf(dims, i < count and i not in whole, leaf.path)
         spec = found.spec
-        if i >= count and not any(spec):
-            spec = _whole_batch(resolver, axes, dims)
+        if i >= count:
+            spec = _with_whole_batch(resolver, axes, dims, spec)
         inputs.append(spec)
     outputs = [*inputs[:count], *(tuple(() for _ in leaf.shape) for leaf in program.metrics)]
     placed: dict[int, SiteSpec] = {}
@@ -312,15 +312,15 @@ def resolve(
     )
 
 
-def _whole_batch(resolver: _Resolver, axes: Axes, dims: Dimensions) -> Spec:
-    """Shards the first dimension that holds a batch axis, as one piece."""
+def _with_whole_batch(resolver: _Resolver, axes: Axes, dims: Dimensions, spec: Spec) -> Spec:
+    """Shards the first dimension that holds a batch axis inside, as one piece, if nothing did."""
     batch = {a.name for a in axes.axes if a.is_batch}
-    spec: list[tuple[str, ...]] = [() for _ in dims]
+    taken = {m for to in spec for m in to}
     for d, dim in enumerate(dims):
+        whole = math.prod(n for _, n in dim)
         for axis, _ in dim:
             rule = resolver.tables[False].get(axis, ()) if axis in batch and axis else ()
-            whole = math.prod(n for _, n in dim)
-            if rule and whole % math.prod(resolver.sizes[m] for m in rule) == 0:
-                spec[d] = rule
-                return tuple(spec)
-    return tuple(spec)
+            fits = rule and whole % math.prod(resolver.sizes[m] for m in rule) == 0
+            if fits and not spec[d] and not taken & set(rule):
+                return (*spec[:d], rule, *spec[d + 1 :])
+    return spec

@@ -156,12 +156,10 @@ def allowed_meshes(
         return (given or mesh_shapes(target.device_count, (), ordered=False)[0],)
     if mesh_shape != "free":
         raise WorkloadError(f'mesh_shape is "free" or "fixed", got {mesh_shape!r}')
-    names = tuple(name for name, _ in target.given)[:3]
+    names = tuple(dict.fromkeys(name for name, _ in (*given, *target.given)))
     ordered = target.uneven or bool(fix and target.given)
     free = mesh_shapes(target.device_count, names, ordered=ordered)
-    if given and len(given) <= 3:
-        return (given, *(m for m in free if m != given))
-    return tuple(free)
+    return tuple(dict.fromkeys([given, *free] if given else free))
 
 
 def _check_mesh_axes(

@@ -440,7 +440,12 @@ def test_budgets_that_are_none():
     for bad in ({"candidates": 0}, {"compiles": 0}, {"profiles": -1}, {"rounds": 1.5}):
         with pytest.raises(ValueError, match=f"Budget.{next(iter(bad))} must be a positive whole"):
             autoshard.Budget(**bad)
-    for bad in ({"seconds": 0}, {"compile_seconds": -1.0}, {"measure_seconds": float("nan")}):
+    for bad in (
+        {"seconds": 0},
+        {"compile_seconds": -1.0},
+        {"compile_seconds": None},
+        {"measure_seconds": float("nan")},
+    ):
         with pytest.raises(ValueError, match=f"Budget.{next(iter(bad))} must be positive"):
             autoshard.Budget(**bad)
 

@@ -7,8 +7,9 @@ import random
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from autoshard.driver import Subject
 from autoshard.errors import LayoutError, WorkloadError
@@ -19,7 +20,7 @@ from autoshard.neighbours import neighbours
 from autoshard.program import trace
 from autoshard.space import Space
 from autoshard.strategy import baselines
-from autoshard.subjects import make_subject
+from autoshard.subjects import allowed_meshes, make_subject
 from autoshard.target import find_target
 from tests import programs
 from tests.analysed import analyse, judge, subject, target
@@ -337,3 +338,31 @@ def test_rules_that_shard_nothing_are_left_out() -> None:
     idle = dataclasses.replace(fsdp, storage=rules({**dict(fsdp.storage), batch: "x"}))
     assert space.contains(space.candidate(idle)) is not None
     assert space.effective(idle) == space.canonical(fsdp)
+
+
+def test_an_axis_that_no_array_of_the_state_holds_is_fixed_for_computing_alone() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.sin(x @ w @ normal(1, 32, 24)))
+
+    program = trace(train(loss, lambda: normal(0, 16, 32), shaped(64, 16), lambda key: key))
+    free = make_subject(program, target(), "free", None).space
+    (inside,) = [a.name for a in free.axes.axes if a.size == 24]
+    space = make_subject(program, target(), "free", {inside: "x"}).space
+    layouts = [b.candidate.layout for b in baselines(space)]
+    layouts.append(space.layout((("x", 4), ("y", 2)), {"batch": ("y",)}, {}))
+    assert len(layouts) > 1
+    for layout in layouts:
+        assert space.contains(space.candidate(layout)) is None
+        assert dict(layout.compute)[inside] == ("x",) and inside not in dict(layout.storage)
+
+
+def test_a_given_mesh_is_tried_whatever_its_shape() -> None:
+    def meshes(*sizes: int, names: str = "abcd") -> list:
+        devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+        return list(allowed_meshes(find_target(Mesh(devices, tuple(names))), "free", None))
+
+    given = dataclasses.replace(target(), given=tuple(zip("abcd", (2, 2, 2, 2), strict=True)))
+    four = allowed_meshes(dataclasses.replace(given, devices=given.devices * 2), "free", None)
+    assert four[0] == given.given
+    flat = meshes(1, 8, names="dm")
+    assert flat[0] == (("m", 8),) and len({tuple(n for _, n in mesh) for mesh in flat}) == len(flat)

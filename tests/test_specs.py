@@ -169,6 +169,15 @@ def test_an_accumulated_batch_is_fed_in_whole_pieces() -> None:
     assert spec_of("gradient_accumulation", specs, "batch") == (("x",), ())
 
 
+def test_an_accumulated_batch_is_divided_beside_another_axis_of_it() -> None:
+    space = subject("gradient_accumulation").space
+    along = next(a.name for a in space.axes.axes if a.is_data and not a.is_batch and not a.is_loop)
+    layout = space.layout((("x", 4), ("y", 2)), {"batch": ("x",), along: ("y",)}, {})
+    specs = space.specs(layout)
+    assert spec_of("gradient_accumulation", specs, "batch") == (("x",), ("y",))
+    assert space.contains(space.candidate(layout)) is None
+
+
 @pytest.mark.parametrize("occurrence", [0, 1])
 def test_which_occurrence_of_an_axis_held_twice_is_sharded(occurrence: int) -> None:
     axis = "recurrent[0]:64"

@@ -4,18 +4,23 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compat import jaxprs
 from autoshard.cost import CostModel
+from autoshard.layout import Candidate, Layout
 from autoshard.program import trace
 from autoshard.rungs.propagate import Propagator
 from autoshard.strategy import baselines
+from autoshard.subjects import make_subject
+from autoshard.target import find_target
 from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from tests import programs
-from tests.analysed import CONSTANTS, analyse, baseline, judge, subject
+from tests.analysed import CONSTANTS, analyse, baseline, judge, run, subject
 from tests.programs import BATCH, EMBED, MLP, shaped
 
 
@@ -168,3 +173,71 @@ def test_loops_and_keys_in_a_step_as_written_are_judged() -> None:
     for constants in (CONSTANTS, here):
         assert isinstance(propagator.judge(of.space, layout, CostModel(constants)), Estimate)
     assert of.space.written.analysis.invariants != of.analysis.invariants
+
+
+def with_key_and_square(mesh: Mesh) -> Workload:
+    """A key beside a weight both of whose dimensions are one axis; constraints on the batch."""
+
+    def step(state, x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
+        key, now = jax.random.split(state["key"])
+        h = jnp.tanh(x @ state["w"])
+        h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P("data")))
+        h = (h @ state["w"]) * jax.random.bernoulli(now, 0.9, h.shape)
+        return {"key": key, "w": state["w"] * 0.9}, {"y": jnp.sum(h)}
+
+    def init():
+        return {"key": jax.random.key(0), "w": jnp.ones((EMBED, EMBED))}
+
+    return Workload(step=step, init=init, batch=shaped(BATCH, EMBED))
+
+
+def test_what_is_fixed_is_looked_for_beside_keys_and_in_square_weights() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    program = trace(with_key_and_square(mesh))
+    here = find_target(mesh)
+    batch = make_subject(program, here, "free", {"batch": "data"})
+    assert "as written" in {b.name for b in baselines(batch.space)}
+    (square,) = [a.name for a in batch.space.axes.axes if "state['w'][0]" in a.where]
+    whole = make_subject(program, here, "free", {square: "model"})
+    reason = whole.space.contains(Candidate(layout=Layout(mesh=(), as_written=True)))
+    assert reason is not None and "is fixed to model, not so state['w'] as written" in reason
+
+
+def test_a_square_weight_that_is_divided_once_is_divided_as_fixed() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    by_rows = NamedSharding(mesh, P("model"))
+
+    def step(state, x):
+        w = jax.lax.with_sharding_constraint(state["w"], by_rows)
+        return {"w": w * 0.9}, {"y": jnp.sum(jnp.tanh(x @ w) @ w)}
+
+    workload = Workload(
+        step=step, init=lambda: {"w": jnp.ones((EMBED, EMBED))}, batch=shaped(BATCH, EMBED)
+    )
+    program = trace(workload)
+    free = make_subject(program, find_target(mesh), "free", None)
+    (square,) = [a.name for a in free.space.axes.axes if "state['w'][0]" in a.where]
+    held = make_subject(program, find_target(mesh), "free", {square: "model"})
+    assert held.space.written is not None
+    assert held.space.written.specs.inputs[0] == (("model",), ())
+    held_too = [axis for dim in held.space.axes.inputs[0] for axis, _ in dim]
+    assert held_too == [square, square]
+    assert "as written" in {b.name for b in baselines(held.space)}
+
+
+@pytest.mark.parametrize("mesh_shape", ["free", "fixed"])
+def test_an_axis_of_one_device_in_the_authors_mesh_is_no_other_mesh(mesh_shape: str) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(8, 1), ("data", "model"))
+
+    def step(state, x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", "model")))
+        return jax.tree.map(lambda w: w * 0.9, state), {"y": jnp.sum(x @ state["w"])}
+
+    workload = Workload(
+        step=step, init=lambda: {"w": jnp.ones((EMBED, MLP))}, batch=shaped(BATCH, EMBED)
+    )
+    of = make_subject(trace(workload), find_target(mesh), mesh_shape, None)
+    layout = baseline(of.space, "as written")
+    assert isinstance(judge(of, layout), Estimate)
+    run(of, layout)

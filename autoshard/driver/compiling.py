@@ -189,7 +189,7 @@ class Compiling:
         if budget.seconds is not None:
             spent = ledger.start_s + budget.seconds
             until = min(until, max(spent, self._given_s + _GRACE_S))
-        return max(0.0, until - time.perf_counter())
+        return min(max(0.0, until - time.perf_counter()), threading.TIMEOUT_MAX)
 
     def _give_up(self, begin: float) -> None:
         """Fails what a user's executor has not answered, and takes it back.

@@ -77,7 +77,8 @@ class _Propagation:
         foreign = subject.space.contains(candidate) if self._users else None
         if foreign is not None:
             failure = Failure(stage=Stage.PROPAGATE, kind=Kind.INFEASIBLE, message=foreign)
-            self._add(index, candidate, baseline, object(), failure, key)
+            # Not for the journal: another space may hold it.
+            self._add(index, candidate, baseline, object(), failure, None)
             return
         program = (index, layout if layout.as_written else subject.space.specs(layout).key())
         outcome = ledger.journal.find(key)

@@ -85,19 +85,26 @@ def judge(
         asked += 1
         return asked > _LEAST_ROUNDS and should_stop()
 
-    with touching([f.name for f in racing]):
-        result = race(
-            [f.name for f in racing],
-            bench.run,
-            seed=seed,
-            settings=settings,
-            should_stop=stop,
-            load=lambda name: bench.load(name, by_name[name].module),
-            unload=bench.unload,
-            renew=bench.renew,
-            footprints={f.name: f.footprint for f in racing},
-            memory_bytes=memory_bytes,
-        )
+    def load(name: str) -> object:
+        with touching([name]):
+            return bench.load(name, by_name[name].module)
+
+    def run(name: str, steps: int) -> Sequence[float] | Failure:
+        with touching([name]):
+            return bench.run(name, steps)
+
+    result = race(
+        [f.name for f in racing],
+        run,
+        seed=seed,
+        settings=settings,
+        should_stop=stop,
+        load=load,
+        unload=bench.unload,
+        renew=bench.renew,
+        footprints={f.name: f.footprint for f in racing},
+        memory_bytes=memory_bytes,
+    )
     for runner in result.runners:
         if runner.failure is not None:
             outcomes[runner.name] = runner.failure

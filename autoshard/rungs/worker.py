@@ -8,7 +8,6 @@ by Python or by XLA, goes to a file. A request is a module-level function and it
 
 import contextlib
 import dataclasses
-import math
 import os
 import pickle
 import re
@@ -300,7 +299,7 @@ class _Child:
 
 def _wait(fd: int, event: int, deadline: float) -> None:
     """Waits until `fd` is ready, or raises TimeoutError."""
-    while not _ready(fd, event, deadline, math.inf):
+    while not _ready(fd, event, deadline, _WATCHED_S):
         pass
 
 

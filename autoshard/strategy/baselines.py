@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from autoshard.layout import Candidate, Layout, MeshShape, Whole
 from autoshard.meshes import factorizations
@@ -58,7 +58,7 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
     for mesh in meshes:
         every = tuple(name for name, _ in mesh)
         spread = dict.fromkeys(_batch_axes(space, count), every)
-        add("data parallel", space.layout(mesh, spread, {}))
+        add("data parallel", space.layout(mesh, spread, _carried(space, spread)))
         shards = _storage(space, count, every)
         fsdp = space.layout(mesh, spread, shards)
         add("FSDP", fsdp)
@@ -80,16 +80,16 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
             both = space.layout(mesh, compute, {**shards, **to})
             add("FSDP x TP", both)
             add_whole("FSDP x TP, gathered once", dataclasses.replace(both, whole=Whole.ONCE))
-            add("data x TP", space.layout(mesh, compute, to))
+            add("data x TP", space.layout(mesh, compute, {**_carried(space, compute), **to}))
     owners = _owners(space)
-    for mesh in [*meshes, *_two_axis_meshes(space, count)] if owners else ():
+    for mesh in filter(None, [*meshes, *_two_axis_meshes(space, count)] if owners else ()):
         every, (last, m) = tuple(name for name, _ in mesh), mesh[-1]
         to = {axis: (last,) for axis in owners if space.axes.axis(axis).size % m == 0}
         compute = {**dict.fromkeys(_batch_axes(space, count), every), **to}
         if to and len(mesh) <= 2:
             shards = _storage(space, count, every, taken=owners)
             add("FSDP x EP", space.layout(mesh, compute, {**shards, **to}))
-            add("data x EP", space.layout(mesh, compute, to))
+            add("data x EP", space.layout(mesh, compute, {**_carried(space, compute), **to}))
     return tuple(found)
 
 
@@ -102,6 +102,12 @@ def _batch_axes(space: Space, ways: int) -> list[str]:
     found = [a for a in space.axes.axes if a.is_batch and not a.is_loop]
     divided = [a for a in found if any(size % ways == 0 for size in a.sizes)]
     return [a.name for a in divided or found]
+
+
+def _carried(space: Space, compute: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Of compute rules those for examples that the state holds too: a memory of each of them."""
+    axes = {a.name for a in space.axes.axes if a.is_batch and not a.is_data}
+    return {axis: to for axis, to in compute.items() if axis in axes}
 
 
 def _owners(space: Space) -> list[str]:
@@ -130,7 +136,10 @@ def _two_axis_meshes(space: Space, count: int) -> list[MeshShape]:
 def _storage(
     space: Space, ways: int, to: tuple[str, ...], taken: Iterable[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Axes that together shard as much of the state as can be, each leaf once: FSDP's choice."""
+    """Axes that together shard as much of the state as can be, each leaf once: FSDP's choice.
+
+    Examples that the state holds are divided as those of the batch are.
+    """
     sized = [
         (leaf.bytes, {axis for dim in dims for axis, _ in dim if axis is not None})
         for leaf, dims in zip(space.program.state, space.axes.inputs, strict=False)
@@ -140,11 +149,12 @@ def _storage(
         for a in space.axes.axes
         if not a.is_loop and not a.is_data and a.size % ways == 0 and a.name not in set(taken)
     ]
+    batch = {a.name for a in space.axes.axes if a.is_batch}
     chosen: list[str] = []
     while True:
         open_ = [(size, held) for size, held in sized if not held & set(chosen)]
         gains = {a: sum(size for size, held in open_ if a in held) for a in usable}
-        best = max(gains, key=lambda a: gains[a], default=None)
+        best = max(gains, key=lambda a: (a in batch and gains[a] > 0, gains[a]), default=None)
         if best is None or gains[best] == 0:
             return dict.fromkeys(chosen, to)
         chosen.append(best)

@@ -92,6 +92,33 @@ def test_who_takes_the_process_down_twice_is_known_and_nobody_else(search, tmp_p
     assert len(outcomes) == BUDGET.profiles
 
 
+def test_a_race_that_is_killed_twice_blames_who_ran(search, tmp_path, monkeypatch):
+    """Not all who raced: the others are measured by the next search."""
+    journal = tmp_path / "journal.jsonl"
+    run, write = Bench.run, Journal._write
+    for _ in range(2):
+        ran = []
+
+        def dies(bench, name, steps, ran=ran):
+            ran.append(name)
+            if name == ran[0] and len(ran) > BUDGET.profiles + 1:
+                raise SystemExit
+            return run(bench, name, steps)
+
+        def kept(log, record, ran=ran):
+            if not (ran[:1] == ran[-1:] and len(ran) > BUDGET.profiles + 1):
+                write(log, record)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Bench, "run", dies)
+            patched.setattr(Journal, "_write", kept)
+            with pytest.raises(SystemExit):
+                search(journal=journal)
+    outcomes = [t.profiled for t in search(journal=journal).evidence.trials if t.profiled]
+    assert sum(isinstance(x, Failure) for x in outcomes) <= 1
+    assert sum(isinstance(x, Measurement) for x in outcomes) >= BUDGET.profiles - 1
+
+
 def test_without_an_initial_state_the_best_estimate_is_planned_and_that_is_told(
     search, monkeypatch
 ):

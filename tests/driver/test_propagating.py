@@ -57,6 +57,15 @@ def test_what_is_no_member_of_the_space_is_one_failed_trial(quick):
     assert "knobs are {'rate': 3}" in trial.propagated.message
 
 
+def test_what_one_space_does_not_hold_another_may(quick, tmp_path):
+    asked = Asking(Layout(mesh=(("x", 4), ("y", 2)), compute=(("batch", ("y",)),)))
+    both = {"journal": tmp_path / "journal", "budget": BUDGET, "strategy": asked}
+    (refused,) = trials_of(quick(mesh_shape="fixed", **both))
+    assert "the mesh is fixed to" in refused.propagated.message
+    (judged,) = trials_of(quick(**both))
+    assert isinstance(judged.propagated, Estimate)
+
+
 def test_knob_values_share_the_budget_evenly(quick):
     budget = dataclasses.replace(BUDGET, candidates=60)
     plan = quick(

@@ -34,6 +34,11 @@ def test_the_child_has_the_devices_it_was_given(worker):
     assert worker.pid != os.getpid()
 
 
+@pytest.mark.parametrize("limit_s", [float("inf"), 1e9])
+def test_a_limit_that_is_none_is_no_limit(worker, limit_s):
+    assert call(worker, len, b"x" * 30_000_000, time_limit_s=limit_s) == 30_000_000
+
+
 def test_large_arguments_and_results(worker):
     assert call(worker, len, b"x" * 30_000_000) == 30_000_000
     assert len(call(worker, bytes, 30_000_000)) == 30_000_000

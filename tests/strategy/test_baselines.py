@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.layout import Layout
+from autoshard.program import trace
 from autoshard.strategy import baselines
+from autoshard.subjects import make_subject
+from autoshard.target import find_target
 from autoshard.workload import Workload
+from tests import programs
 from tests.analysed import analyse, baseline, judge, subject
 from tests.programs import EMBED, HEADS, MLP, shaped
 
@@ -133,3 +137,28 @@ def test_what_lies_beside_the_examples_takes_no_baseline_away() -> None:
     assert of.space.axes.axis(examples).size == 32
     for layout in found.values():
         judge(of, layout)
+
+
+def test_experts_on_one_device_have_one_layout() -> None:
+    program = trace(programs.grouped_experts())
+    one = make_subject(program, find_target(jax.devices()[:1]), "free", None)
+    assert [b.name for b in baselines(one.space)] == ["replicated"]
+
+
+def test_examples_that_the_state_holds_are_stored_as_they_are_computed() -> None:
+    """A memory of each example, which a layout may store whole too: it is no part of the batch."""
+
+    def step(state: dict, x: jax.Array) -> tuple[dict, dict]:
+        held = jnp.tanh(x @ state["w"] + state["held"])
+        return {"w": state["w"] * 0.9, "held": held}, {"mean": jnp.mean(held)}
+
+    def init() -> dict:
+        return {"w": jnp.ones((16, 16)), "held": jnp.zeros((32, 16))}
+
+    space = analyse(Workload(step=step, init=init, batch=shaped(32, 16))).space
+    data = baseline(space, "data parallel")
+    assert space.specs(data).inputs == ((("x",), ()), ((), ()), (("x",), ()))
+    fsdp = space.specs(baseline(space, "FSDP"))
+    assert fsdp.inputs[0] == (("x",), ()) and fsdp.inputs[1] in ((("x",), ()), ((), ("x",)))
+    whole = space.layout(data.mesh, dict(data.compute), {})
+    assert space.contains(space.candidate(whole)) is None
