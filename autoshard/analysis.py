@@ -6,6 +6,7 @@ import jax
 
 from autoshard.axes import Axes, find_axes
 from autoshard.compat import flattening, jaxprs, stablehlo
+from autoshard.compat.contexts import without_mesh
 from autoshard.compat.invariants import Invariants, read_invariants
 from autoshard.kernels import KernelTable, read_kernels
 from autoshard.program import Program, digest
@@ -36,6 +37,7 @@ class Analysis:
     digest: str
 
 
+@without_mesh()
 def analyse(program: Program, platform: str) -> Analysis:
     """Lowers a program once with every site open and reads what the partitioner knows of it."""
     returned = len(program.state) if program.returns_state else 0

@@ -1,6 +1,7 @@
 """The public functions: `search` and `load_plan`."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -13,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.budget import Budget, Callback, Event
+from autoshard.compat.contexts import without_mesh
 from autoshard.compat.noise import start_jax
 from autoshard.driver import Found, Subject, run_search
 from autoshard.errors import NoPlanError, TargetError
@@ -30,7 +32,7 @@ from autoshard.subjects import (
     trace_all,
 )
 from autoshard.target import Target, find_target
-from autoshard.trial import Stage
+from autoshard.trial import Measurement, Stage
 from autoshard.validity import checked_plan
 
 
@@ -109,7 +111,7 @@ def search(
         for callback in callbacks:
             callback(Event(stage=Stage.TRACE, done=done, total=3, text=text))
 
-    with opened(journal) as log:
+    with opened(journal) as log, contextlib.ExitStack() as context:
         tell(0, "tracing the step")
         programs, notes = trace_all(model_fn, knobs, keep_constraints)
         if target.is_here and budget.profiles:
@@ -118,6 +120,7 @@ def search(
         tell(1, "reading the program")
         subjects, unread = all_subjects(programs, as_subject)
         notes += unread
+        context.enter_context(without_mesh())  # the user's functions are traced
         cost = cost_model(target, calibration, lambda: tell(2, "calibrating: once for a machine"))
         tell(3, "ready for layouts")
         folder = log.path.parent if log.path is not None else None
@@ -151,7 +154,8 @@ def _plan(
 ) -> Plan:
     winner = found.ranking[0]
     subject = subjects[found.subject[winner]]
-    if subject.analysis.program.workload.sample is None:
+    measured = any(isinstance(trial.profiled, Measurement) for trial in found.trials)
+    if measured and subject.analysis.program.workload.sample is None:
         notes += ("measured with synthetic batches: floats normal, integers 0 or 1",)
     evidence = Evidence(
         trials=found.trials,

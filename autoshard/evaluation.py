@@ -1,6 +1,6 @@
 """Evaluation functions run with a plan's shardings."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,8 +9,10 @@ import numpy as np
 from autoshard.analysis import analyse
 from autoshard.axes import Axes
 from autoshard.compat import jaxprs
+from autoshard.compat.contexts import without_mesh
 from autoshard.compat.noise import quiet
-from autoshard.layout import Layout, rules
+from autoshard.fix import unfit
+from autoshard.layout import Layout, Spec, rules
 from autoshard.lowering import constrained_step, shapes, shardings
 from autoshard.program import Program, trace_function
 from autoshard.specs import grouped, resolve
@@ -39,9 +41,47 @@ class Evaluation:
         plan = self._plan
         program = trace_function(self._function, state, batch, plan.program)
         out_tree = program.metrics_tree
-        layout = plan.layout
-        if not layout.mesh or layout.as_written:
-            return jax.jit(jaxprs.as_function(program.step)), out_tree
+        if not plan.layout.mesh:
+            alone = jax.jit(jaxprs.as_function(program.step))
+            return without_mesh()(alone), out_tree
+        with without_mesh():
+            closed, inputs = self._placed(program)
+            given = shardings(plan.mesh, inputs)
+            given[: len(program.state)] = jax.tree.leaves(plan.state_shardings)  # it stays there
+            replicated = [tuple(() for _ in leaf.shape) for leaf in program.metrics]
+            jitted = jax.jit(
+                jaxprs.as_function(closed),
+                in_shardings=given,
+                out_shardings=shardings(plan.mesh, replicated),
+            )
+            with quiet():
+                compiled = jitted.lower(*shapes(program.inputs)).compile()
+
+        def run(*flat: Any) -> Any:
+            placed = [
+                x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
+                for x, s in zip(flat, given, strict=True)
+            ]
+            return compiled(*placed)
+
+        return run, out_tree
+
+    def _placed(self, program: Program) -> tuple[jaxprs.ClosedJaxpr, Sequence[Spec]]:
+        """The function with the plan's constraints, and the specs of its inputs.
+
+        A step as written has no rules: its batches lie as the plan's do, where they divide so.
+        """
+        plan, layout = self._plan, self._plan.layout
+        if layout.as_written:
+            known = {x.path: s for x, s in zip(plan.program.inputs, plan.specs.inputs, strict=True)}
+            sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()}
+            specs_of = [(leaf, known.get(leaf.path, ())) for leaf in program.inputs]
+            return program.step, [
+                spec
+                if len(spec) == len(leaf.shape) and unfit(leaf, spec, sizes) is None
+                else tuple(() for _ in leaf.shape)
+                for leaf, spec in specs_of
+            ]
         analysis = analyse(program, plan.platform)
         names = _plans_names(program, analysis.axes, plan)
         compute, storage = dict(layout.compute), dict(layout.storage)
@@ -61,27 +101,7 @@ class Evaluation:
             usable,
             used_leaves=sites.used_leaves,
         )
-        mesh = plan.mesh
-        count = len(program.state)
-        given = shardings(mesh, specs.inputs)
-        given[:count] = jax.tree.leaves(plan.state_shardings)  # the state stays where it is
-        jitted = jax.jit(
-            jaxprs.as_function(constrained_step(analysis, specs, mesh)),
-            in_shardings=given,
-            out_shardings=shardings(mesh, specs.outputs[count:]),
-        )
-
-        with quiet():
-            compiled = jitted.lower(*shapes(program.inputs)).compile()
-
-        def run(*flat: Any) -> Any:
-            placed = [
-                x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
-                for x, s in zip(flat, given, strict=True)
-            ]
-            return compiled(*placed)
-
-        return run, out_tree
+        return constrained_step(analysis, specs, plan.mesh), specs.inputs
 
 
 def named_here(axes: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:

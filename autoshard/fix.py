@@ -60,5 +60,8 @@ def read_fix(
         rank = len(program.state[index].shape)
         if len(spec) > rank:
             raise LayoutError(f"fix[{key!r}] has {len(spec)} dimensions, the leaf {rank}")
+        named = [m for dim in spec for m in dim]
+        if len(set(named)) < len(named):
+            raise LayoutError(f"fix[{key!r}] names a mesh axis twice: {', '.join(named)}")
         leaves.append((index, (*spec, *[()] * (rank - len(spec)))))
     return tuple(pinned), tuple(leaves)

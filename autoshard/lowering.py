@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.analysis import Analysis
 from autoshard.compat import jaxprs, stablehlo
+from autoshard.compat.contexts import without_mesh
 from autoshard.constraints import told
 from autoshard.layout import Spec
 from autoshard.module import ArraySpec, Module
@@ -89,6 +90,7 @@ def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
+@without_mesh()
 def lower_step(analysis: Analysis, specs: Specs, target: Target) -> Module:
     """The step as a module that any process can compile."""
     traced = jit_step(analysis, specs, target).trace(*shapes(analysis.program.inputs))
@@ -105,6 +107,7 @@ def lower_step(analysis: Analysis, specs: Specs, target: Target) -> Module:
     )
 
 
+@without_mesh()
 def lower_unsharded(program: Program, target: Target) -> Module:
     """The step on one device, with no constraint: what every layout must agree with."""
     none = [tuple(() for _ in leaf.shape) for leaf in program.inputs]
@@ -125,17 +128,15 @@ def lower_unsharded(program: Program, target: Target) -> Module:
     )
 
 
+@without_mesh()
 def lower_init(program: Program, platform: str) -> Module:
     """init() on one device, as a module without inputs.
 
     Args:
       platform: as lowering and compilers name it.
     """
-
-    def flat() -> list[jax.Array]:
-        return jax.tree.leaves(program.workload.init())
-
-    lowered = jax.jit(flat).trace().lower(lowering_platforms=(platform,))
+    jitted = jax.jit(jaxprs.as_function(program.plain_init))
+    lowered = jitted.trace().lower(lowering_platforms=(platform,))
     return module_of(
         lowered,
         (("x", 1),),

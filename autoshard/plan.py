@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.analysis import Analysis
 from autoshard.axes import Axes
+from autoshard.compat.contexts import without_mesh
+from autoshard.compat.jaxprs import as_function
 from autoshard.compat.noise import quiet
 from autoshard.errors import PlanError
 from autoshard.layout import Candidate, Layout, Spec, Wording
@@ -152,10 +154,11 @@ class Plan:
           PlanError: the plan is for hardware that is not here; also of the methods below.
         """
         self._must_be_here()
-        make = jax.jit(self.program.workload.init, out_shardings=self.state_shardings)
-        with quiet():
+        wanted = jax.tree.leaves(self.state_shardings)
+        make = jax.jit(as_function(self.program.plain_init), out_shardings=wanted)
+        with quiet(), without_mesh():
             compiled = make.lower().compile()
-        return compiled()
+        return jax.tree.unflatten(self.program.state_tree, compiled())
 
     def place(self, state: Any) -> Any:
         """A state from elsewhere (a checkpoint, host arrays), sharded as the plan wants it.
@@ -168,11 +171,13 @@ class Plan:
         """
         self._must_be_here()
         leaves = self._flat("state", state, self.program.state, self.program.state_tree)
-        placed = [
-            # A copy first: device_put may keep an array's own buffers, also as one shard of many.
-            jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, s)
-            for x, s in zip(leaves, jax.tree.leaves(self.state_shardings), strict=True)
-        ]
+        with without_mesh():
+            placed = [
+                # A copy first: device_put may keep an array's own buffers, also as one of many
+                # shards.
+                jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else np.array(x), s)
+                for x, s in zip(leaves, jax.tree.leaves(self.state_shardings), strict=True)
+            ]
         return jax.tree.unflatten(self.program.state_tree, placed)
 
     def put(self, batch: Any) -> Any:
@@ -189,7 +194,7 @@ class Plan:
             raise PlanError(f"the batch has structure {tree}, expected {program.batch_tree}")
         targets = jax.tree.leaves(self.batch_shardings)
         if jax.process_count() == 1:
-            self._flat("batch", batch, program.batch, program.batch_tree)
+            leaves = self._flat("batch", batch, program.batch, program.batch_tree)
             placed = [jax.device_put(x, s) for x, s in zip(leaves, targets, strict=True)]
         else:
             placed = [
@@ -226,7 +231,7 @@ class Plan:
     def _compiled(self) -> Callable[..., list[jax.Array]]:
         """The step on the leaves of state and batch, compiled once."""
         jitted = jit_step(self._analysis, self._specs, self._target)
-        with quiet():
+        with quiet(), without_mesh():
             return jitted.lower(*shapes(self.program.inputs)).compile()
 
     @functools.cached_property
@@ -309,18 +314,31 @@ class Plan:
         flat, got = jax.tree.flatten(tree)
         if got != treedef:
             raise PlanError(f"the {word} has structure {got}, expected {treedef}")
+        taken: list[Any] = []
         for x, leaf in zip(flat, leaves, strict=True):
             shape, dtype = np.shape(x), getattr(x, "dtype", None)
             if dtype is not None and (word == "batch" or _fits(x, leaf.dtype)):
                 # As jit takes them. A state must not lose half of its bits.
                 dtype = held_dtype(dtype)
+            if dtype is None and tuple(shape) == leaf.shape:
+                taken.append(_number(x, leaf))
+                continue
             # Not `in (None, ...)`: NumPy says that float64 equals None.
-            if tuple(shape) != leaf.shape or (dtype is not None and dtype != leaf.dtype):
+            if tuple(shape) != leaf.shape or dtype != leaf.dtype:
                 raise PlanError(
                     f"{leaf.path}: got {dtype}{list(shape)}, expected"
                     f" {leaf.dtype}{list(leaf.shape)}"
                 )
-        return flat
+            taken.append(x)
+        return taken
+
+
+def _number(x: Any, leaf: Leaf) -> np.ndarray:
+    """A Python number as a leaf, where jit would take it beside values of that dtype."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if jnp.result_type(x, leaf.dtype) == leaf.dtype:
+            return np.asarray(x, leaf.dtype)
+    raise PlanError(f"{leaf.path}: got {x!r}, expected {leaf.dtype}{list(leaf.shape)}")
 
 
 def _fits(x: Any, dtype: np.dtype) -> bool:

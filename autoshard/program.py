@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
 from autoshard.compat import jaxprs
+from autoshard.compat.contexts import explicit_axes, users_mesh
 from autoshard.errors import WorkloadError
 from autoshard.workload import Workload
 
@@ -56,6 +57,8 @@ class Program:
         the user's own sharding constraints unless they are kept.
       plain: the same without them in any case.
       written: the same with them, or None if there are none.
+      init: flat jaxpr, () -> state leaves, as the author wrote it.
+      plain_init: the same without the user's own sharding constraints.
       written_meshes: the meshes that the user's own constraints name.
       manual: source lines of manual regions (shard_map) inside the step.
       pinned_mesh: the mesh whose axes `step` itself names (manual regions, kept constraints): only
@@ -72,6 +75,8 @@ class Program:
     step: jaxprs.ClosedJaxpr
     plain: jaxprs.ClosedJaxpr
     written: jaxprs.ClosedJaxpr | None
+    init: jaxprs.ClosedJaxpr
+    plain_init: jaxprs.ClosedJaxpr
     written_meshes: tuple[tuple[tuple[str, int], ...], ...]
     manual: tuple[str, ...]
     pinned_mesh: tuple[tuple[str, int], ...] | None
@@ -120,7 +125,8 @@ def trace(
       keep_constraints: keep the user's own sharding constraints in `step`.
 
     Raises:
-      WorkloadError: not a Workload; a state that changes structure, shape or dtype; rbg keys.
+      WorkloadError: not a Workload; a state that changes structure, shape or dtype; rbg keys; a
+        mesh of Explicit axes that is set.
       Exception: whatever the user's own functions raise while traced, with their traceback.
     """
     if not isinstance(workload, Workload):
@@ -128,6 +134,7 @@ def trace(
             f"model_fn must return an autoshard.Workload, got {type(workload).__name__}"
             f" (knobs: {dict(knobs)}); wrap the step, the init and the batch shapes in one"
         )
+    _check_context()
     with _note(f"while tracing init() with knobs {dict(knobs)}"):
         made, state_shapes = jax.make_jaxpr(workload.init, return_shape=True)()
     batch_shapes = jax.tree.map(_abstract, workload.batch)
@@ -157,6 +164,8 @@ def trace(
         step=step,
         plain=stripped,
         written=closed if shardings else None,
+        init=made,
+        plain_init=_strip(made)[0],
         written_meshes=meshes,
         manual=_lines(manual),
         pinned_mesh=pinned_mesh,
@@ -188,6 +197,7 @@ def trace_function(
 
         return jax.tree.map(of, tree)
 
+    _check_context()
     shapes = (flat_shapes(state), flat_shapes(batch))
     with _note("while tracing a function given to plan.jit"):
         closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
@@ -244,6 +254,15 @@ class _note:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             error.add_note(f"autoshard: {self.text}")
+
+
+def _check_context() -> None:
+    if axes := explicit_axes():
+        raise WorkloadError(
+            f"a mesh is set (jax.set_mesh) whose axes {', '.join(map(repr, axes))} are Explicit:"
+            " under it shardings are part of the types that a step is traced with, and nothing is"
+            " left to search; leave it, or set one of Auto axes (axis_types of jax.make_mesh)"
+        )
 
 
 def _check_state(state: tuple[Leaf, ...], tree: PyTreeDef, new_shapes: object) -> None:
@@ -385,7 +404,7 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
     """Values for the batch, flat: the workload's own sample, or normals and 0/1 integers."""
     workload = program.workload
     if workload.sample is not None:
-        with _note("while drawing a batch with sample(key)"):
+        with _note("while drawing a batch with sample(key)"), users_mesh():
             drawn = workload.sample(jax.random.key(seed))
         flat, tree = jax.tree.flatten(drawn)
         if tree != program.batch_tree:

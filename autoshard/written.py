@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from autoshard.analysis import Analysis
 from autoshard.compat import flattening, jaxprs, partitioner, shardings, stablehlo
+from autoshard.compat.contexts import without_mesh
 from autoshard.compat.invariants import read_invariants
 from autoshard.kernels import read_kernels
 from autoshard.layout import MeshShape, Spec
@@ -32,6 +33,7 @@ class Written:
     specs: Specs
 
 
+@without_mesh()
 def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform: str) -> Written:
     """Analyses the step with its own constraints on a mesh of the author's shape."""
     assert program.written is not None
@@ -77,7 +79,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
 
 def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[Spec] | None:
     """The state's shardings where the author's init() constrains them, None where it does not."""
-    closed = jax.make_jaxpr(lambda: jax.tree.leaves(program.workload.init()))()
+    closed = program.init
     if not any(e.primitive.name == "sharding_constraint" for e in jaxprs.equations(closed.jaxpr)):
         return None
     names = {name for name, _ in mesh}

@@ -81,13 +81,14 @@ def train(
     `<path>-3` is chosen, before the first step.
 
     Args:
-      batches: host batches; `steps` of them are taken.
+      batches: host batches; `steps` of them are taken, or as many as there are, which is told.
       units_per_step: tokens (or whatever `unit` says) in a batch.
       state: where to go on; else `plan.init()`.
       done: steps that `state` has behind it.
       log: is given one line of text every `log_every` steps.
       figures: file that takes the log, one line of JSON each, before the checkpoint is saved.
-      checkpoint_folder: where the last state is saved with orbax, named by the steps behind it.
+      checkpoint_folder: where the last state is saved with orbax, named by the steps behind it;
+        also if the figures cannot be written.
     """
     figures = figures and _vacant(figures)
     checkpoint = checkpoint_folder and _vacant(checkpoint_folder / f"{done + steps:06d}")
@@ -97,20 +98,13 @@ def train(
     history: list[Progress] = []
     timed_steps, timed_s = 0, 0.0
 
-    first, final = done + 1, done + steps
-    for step, batch in enumerate(itertools.islice(batches, steps), start=first):
-        started = time.perf_counter()
-        state, metrics = plan.step(state, plan.put(batch))
-        loss = float(metrics["loss"])  # waits, so that the clock sees the step
-        if step > first:  # the first step may compile
-            timed_steps, timed_s = timed_steps + 1, timed_s + time.perf_counter() - started
-
-        last = step == final
+    def look(step: int, loss: float, last: bool) -> None:
+        nonlocal timed_steps, timed_s
         validation_loss = None
         if evaluate and evaluation and (last or step % evaluation.every == 0):
             losses = [float(evaluate(state, batch)["loss"]) for batch in held_out]
             validation_loss = float(np.mean(losses))
-        if last or step == first or step % log_every == 0 or validation_loss is not None:
+        if last or step == done + 1 or step % log_every == 0 or validation_loss is not None:
             line = Progress(
                 step=step,
                 loss=loss,
@@ -121,13 +115,31 @@ def train(
             log(_text(line, unit))
             timed_steps, timed_s = 0, 0.0
 
-    if figures is not None:
-        lines = [json.dumps(dataclasses.asdict(line)) for line in history]
-        figures.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        log(f"figures: {figures}")
-    if checkpoint is not None:
-        checkpoints.save(checkpoint, state)
-        log(f"checkpoint: {checkpoint}")
+    step, loss = done, float("nan")
+    for step, batch in enumerate(itertools.islice(batches, steps), start=done + 1):
+        started = time.perf_counter()
+        state, metrics = plan.step(state, plan.put(batch))
+        loss = float(metrics["loss"])  # waits, so that the clock sees the step
+        if step > done + 1:  # the first step may compile
+            timed_steps, timed_s = timed_steps + 1, timed_s + time.perf_counter() - started
+        look(step, loss, last=step == done + steps)
+
+    if step < done + steps:
+        log(f"the batches ended after {step - done} of {steps} steps")
+        checkpoint = checkpoint_folder and _vacant(checkpoint_folder / f"{step:06d}")
+        missed = evaluation is not None and history and history[-1].validation_loss is None
+        if history and (missed or history[-1].step < step):
+            look(step, loss, last=True)
+    try:
+        if figures is not None:
+            figures.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(dataclasses.asdict(line)) for line in history]
+            figures.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            log(f"figures: {figures}")
+    finally:
+        if checkpoint is not None:
+            checkpoints.save(checkpoint, state)
+            log(f"checkpoint: {checkpoint}")
     return state, history
 
 

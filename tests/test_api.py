@@ -530,10 +530,15 @@ def test_knobs_that_trace_and_cannot_be_analysed_are_noted_too(quick, monkeypatc
 
 
 def test_a_measured_search_of_synthetic_batches_says_so(quick):
-    plan = quick(lambda: dataclasses.replace(mlp(), sample=None))
+    def unsampled():
+        return dataclasses.replace(mlp(), sample=None)
+
+    budget = autoshard.Budget(candidates=4, compiles=1, profiles=1, rounds=2)
+    plan = quick(unsampled, budget=budget)
     assert plan.evidence.notes == (
         "measured with synthetic batches: floats normal, integers 0 or 1",
     )
+    assert not quick(unsampled).evidence.notes, "nothing was measured"
 
 
 def test_labels_of_64_bits_are_held_in_32_as_jit_holds_them(calibration):

@@ -1,5 +1,7 @@
 """The plan at work: init, place, put, step, jit, and that what runs is what was judged."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -346,3 +348,127 @@ def test_what_keeps_a_check_from_running_is_told(fsdp, monkeypatch, call, messag
     monkeypatch.setattr(Bench, call, lambda *_: full)
     with pytest.raises(PlanError, match=message):
         fsdp.check()
+
+
+def scaled(init):
+    def step(state, batch):
+        return {"w": state["w"] + jnp.mean(batch["x"]) * batch["rate"]}, {"m": jnp.mean(batch["x"])}
+
+    shapes = {"x": jax.ShapeDtypeStruct((16, 8), "float32"), "rate": jax.ShapeDtypeStruct((), "f4")}
+    return autoshard.Workload(step=step, init=init, batch=shapes)
+
+
+def plan_of(workload, name="FSDP", mesh=None):
+    target = find_target(jax.devices() if mesh is None else mesh)
+    subject = make_subject(trace(workload), target, "free", None)
+    chosen = next(b for b in baselines(subject.space) if b.name == name)
+    layout = chosen.candidate.layout
+    return Plan(subject.analysis_for(layout), subject.space, target, layout, Evidence())
+
+
+def ones():
+    return {"w": jnp.ones((64, 64))}
+
+
+def test_plain_numbers_are_taken_as_jit_takes_them():
+    plan = plan_of(scaled(ones))
+    x = np.ones((16, 8), np.float32)
+    for rate in (1, 1.0, True):
+        state, _ = plan.step(plan.init(), {"x": x, "rate": rate})
+        placed, _ = plan.step(plan.init(), plan.put({"x": x, "rate": rate}))
+        np.testing.assert_array_equal(state["w"], np.full((64, 64), 2.0))
+        np.testing.assert_array_equal(placed["w"], state["w"])
+    for wrong in ("1", 1j):
+        with pytest.raises(PlanError, match=r"batch\['rate'\]: got .*, expected float32\[\]"):
+            plan.put({"x": x, "rate": wrong})
+
+
+@pytest.mark.parametrize("name", ["FSDP", "replicated"])
+def test_what_is_placed_shares_no_memory_with_numpy_either(name):
+    raw = np.zeros(64 * 64 * 4 + 64, np.uint8)  # so placed, XLA:CPU takes an array as it is
+    start = -raw.ctypes.data % 64
+    w = raw[start : start + 64 * 64 * 4].view(np.float32).reshape(64, 64)
+    placed = plan_of(scaled(ones), name).place({"w": w})
+    jax.block_until_ready(placed)
+    w[:] = 7
+    assert np.max(placed["w"]) == 0
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_constraints_in_init_are_taken_out_as_those_of_the_step_are(count):
+    """They are for other devices, or the same in another order."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count][::-1]), ("data",))
+    over = jax.NamedSharding(mesh, jax.P("data"))
+
+    def init():
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, over), ones())
+
+    plan = plan_of(scaled(init))
+    state = plan.init()
+    assert shardings_of(state) == plan.state_shardings
+    np.testing.assert_array_equal(state["w"], np.ones((64, 64)))
+
+
+def test_a_mesh_that_is_set_is_for_the_users_functions_alone(tmp_path):
+    """Constraints of bare PartitionSpecs need one; what is lowered must not depend on it."""
+
+    def init():
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, jax.P("data")), ones())
+
+    def evaluate(state, batch):
+        return jax.lax.with_sharding_constraint(state["w"] * 2, jax.P("data"))
+
+    def sample(key):
+        x = jax.jit(lambda: jnp.ones((16, 8)), out_shardings=jax.P("data"))()
+        return {"x": x, "rate": jnp.float32(1)}
+
+    outside = plan_of(scaled(ones))
+    outside.save(str(tmp_path / "plan.json"))
+    batch = {"x": np.ones((16, 8), np.float32), "rate": np.float32(1)}
+    devices = np.array(jax.devices()[::-1]).reshape(4, 2)
+    with jax.set_mesh(jax.sharding.Mesh(devices, ("data", "model"))):
+        inside = plan_of(dataclasses.replace(scaled(init), sample=sample))
+        state, _ = inside.step(inside.init(), inside.put(batch))
+        doubled = inside.jit(evaluate)(state, batch)
+        assert inside.check().passed
+        digest = inside.lower().digest
+        loaded = autoshard.load_plan(tmp_path / "plan.json", lambda: scaled(ones), jax.devices())
+        placed = loaded.place(inside.init())
+        alone = plan_of(scaled(ones), "replicated", jax.devices()[:1])
+        both = alone.jit(lambda state, batch: state["w"] + batch)(alone.init(), np.float32(1))
+    assert (inside.digest, digest) == (outside.digest, outside.lower().digest)
+    np.testing.assert_array_equal(doubled, np.full((64, 64), 4.0))
+    np.testing.assert_array_equal(placed["w"], np.ones((64, 64)))
+    np.testing.assert_array_equal(both, np.full((64, 64), 2.0))
+    assert loaded.digest == outside.digest
+
+
+def test_a_mesh_of_explicit_axes_that_is_set_leaves_nothing_to_search():
+    explicit = jax.make_mesh((8,), ("data",))
+    with (
+        jax.set_mesh(explicit),
+        pytest.raises(WorkloadError, match="whose axes 'data' are Explicit"),
+    ):
+        autoshard.search(lambda: scaled(ones), jax.devices())
+
+
+def test_evaluation_of_a_step_as_written_keeps_what_every_evaluation_does():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    by_rows = jax.NamedSharding(mesh, jax.P("data"))
+
+    def step(state, batch):
+        x = jax.lax.with_sharding_constraint(batch["x"], by_rows)
+        return {"w": state["w"] + jnp.mean(x)}, {"m": jnp.mean(x)}
+
+    workload = autoshard.Workload(
+        step=step, init=ones, batch={"x": jax.ShapeDtypeStruct((16, 8), "float32")}
+    )
+    plan = plan_of(workload, "as written", mesh)
+    x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
+    twice = plan.jit(lambda state, batch: batch["x"] * 2)
+    for batch in ({"x": x}, plan.put({"x": x}), {"x": jax.device_put(x, jax.devices()[1])}):
+        result = twice(plan.init(), batch)
+        assert result.sharding.is_fully_replicated
+        np.testing.assert_array_equal(result, 2 * x)
+    np.testing.assert_array_equal(twice(plan.init(), {"x": x[:3]}), 2 * x[:3])
+    np.testing.assert_array_equal(twice(plan.init(), {"x": x[0]}), 2 * x[0])

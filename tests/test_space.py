@@ -366,3 +366,9 @@ def test_a_given_mesh_is_tried_whatever_its_shape() -> None:
     assert four[0] == given.given
     flat = meshes(1, 8, names="dm")
     assert flat[0] == (("m", 8),) and len({tuple(n for _, n in mesh) for mesh in flat}) == len(flat)
+
+
+def test_a_leaf_that_is_fixed_to_one_mesh_axis_twice_is_refused() -> None:
+    for spec in (PartitionSpec("x", "x"), PartitionSpec(("x", "x"))):
+        with pytest.raises(LayoutError, match="names a mesh axis twice: x, x"):
+            fixed("equal_width_mlp", {"state[0]": spec})

@@ -76,8 +76,8 @@ def nnx_workload(
 
     Args:
       make_model: () -> module; traced, so it allocates nothing. `nnx.Param`s are trained, every
-        other Variable is carried along. Variables that first appear inside `loss`
-        (intermediates) are dropped.
+        other Variable and every plain array that Flax knows to be data is carried along. Variables
+        that first appear inside `loss` (intermediates) are dropped.
       loss: (model, batch) -> (scalar to minimise, dict of further metrics). It may change the
         model's Variables, as dropout and batch norm do.
       optimizer: an optax GradientTransformation, or what looks like one.
@@ -87,7 +87,7 @@ def nnx_workload(
         are averaged over them, which is exact for a loss that is a mean over examples.
 
     Raises:
-      WorkloadError: `accumulate` does not divide the batch.
+      WorkloadError: `accumulate` does not divide the batch; a plain array of JAX's in the module.
     """
     from flax import nnx
 
@@ -161,6 +161,8 @@ def linen_workload(
       WorkloadError: `accumulate` does not divide the batch.
     """
 
+    rngs = _several(rngs)
+
     def init() -> TrainState:
         variables = _unbox(_init_linen(module, batch, inputs, rngs, seed, init_kwargs))
         extra: dict[str, Any] = {
@@ -219,6 +221,7 @@ def linen_variables(
     """Returns the variables of `state` for `module.apply`, in the boxes that `init` put them in."""
     from flax.core import meta
 
+    rngs = _several(rngs)
     boxed = jax.eval_shape(lambda: _init_linen(module, batch, inputs, rngs, 0, init_kwargs))
     return meta.replace_boxed(boxed, {"params": state.params, **state.extra["collections"]})
 
@@ -294,6 +297,15 @@ def _split_nnx(make_model: Callable[[], Any], *, abstract: bool) -> tuple[Any, A
         model = nnx.eval_shape(make_model) if abstract else make_model()
     if not isinstance(model, nnx.Module):
         raise WorkloadError(f"make_model must return an nnx.Module, got {type(model).__name__}")
+    for path, module in nnx.iter_modules(model) if abstract else ():
+        for name, value in vars(module).items():
+            if isinstance(value, jax.Array):  # all that Flax knew to be data are shapes by now
+                where = ".".join(map(str, (*path, name)))
+                raise WorkloadError(
+                    f"{where} of {type(model).__name__}: got a plain array that is made while the"
+                    " module is traced, which Flax then takes for static; expected it in a Variable"
+                    " (nnx.Variable(...)), as nnx.data(...), or an array of NumPy"
+                )
     graphdef, params, *rest = nnx.split(model, nnx.Param, ...)
     return graphdef, params, rest[0]
 
@@ -302,6 +314,11 @@ def _box(abstract: Any, arrays: Any) -> Any:
     """The nnx.State `abstract` with `arrays`, a pure dict of the same paths, in its Variables."""
     # State and pure dict sort their keys alike, and a Variable is a node with one leaf.
     return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(arrays))
+
+
+def _several(names: Sequence[str]) -> Sequence[str]:
+    """Names, or one by itself."""
+    return (names,) if isinstance(names, str) else names
 
 
 def _init_linen(
@@ -326,7 +343,8 @@ def _nnx_names(field: str, abstract: Any) -> Names:
     return {
         field + "".join(f"[{key!r}]" for key in path): tuple(names)
         for path, variable in nnx.to_flat_state(abstract)
-        if (names := variable.get_metadata().get("out_sharding"))
+        if hasattr(variable, "get_metadata")  # plain arrays of a module carry no names
+        and (names := variable.get_metadata().get("out_sharding"))
     }
 
 

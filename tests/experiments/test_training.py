@@ -174,3 +174,31 @@ def test_the_figures_are_written_before_the_checkpoint(tmp_path, monkeypatch):
             checkpoint_folder=tmp_path,
         )
     assert len(figures.read_text().splitlines()) == 2
+
+
+def test_figures_that_cannot_be_written_cost_no_state(tmp_path):
+    (tmp_path / "file").write_text("in the way of a folder")
+    options = {"units_per_step": 8, "log": lambda _: None, "checkpoint_folder": tmp_path / "saved"}
+    with pytest.raises(OSError):
+        training.train(fake_plan(), batches(0), 2, figures=tmp_path / "file" / "f.jsonl", **options)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["000002"]
+    made = tmp_path / "new" / "folder" / "f.jsonl"
+    training.train(fake_plan(), batches(0), 2, figures=made, **options)
+    assert made.exists()
+
+
+def test_batches_that_end_early_are_told_and_the_checkpoint_says_how_many(tmp_path):
+    told = []
+    evaluation = training.Evaluation(metrics=evaluate, batches=(next(batches(9)),), every=100)
+    _, history = training.train(
+        fake_plan(),
+        itertools.islice(batches(0), 3),
+        100,
+        units_per_step=8,
+        log=told.append,
+        evaluation=evaluation,
+        checkpoint_folder=tmp_path,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["000003"]
+    assert "the batches ended after 3 of 100 steps" in told
+    assert history[-1].step == 3 and history[-1].validation_loss is not None

@@ -239,3 +239,43 @@ def workload_step_state(workload, state):
 
 def _raw(x):
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+class Tabled(nnx.Module):
+    """Plain arrays beside Variables: a table of JAX's, a mask of NumPy's."""
+
+    def __init__(self, kept=nnx.data):
+        self.table = kept(jnp.arange(4.0))
+        self.mask = np.array([1.0, 1.0, 0.0, 1.0], np.float32)
+        self.out = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.out(x * self.table * self.mask)
+
+
+def test_plain_arrays_of_a_module_are_carried_along():
+    workload = nnx_workload(Tabled, squared_error, optax.sgd(0.1), BATCH)
+    state = workload.init()
+    batch = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), BATCH)
+    new, metrics = jax.jit(workload.step)(state, batch)
+    np.testing.assert_array_equal(new.extra["table"], np.arange(4.0))
+    np.testing.assert_array_equal(new.extra["mask"], [1, 1, 0, 1])
+    assert jnp.isfinite(metrics["loss"])
+    with pytest.raises(WorkloadError, match="table of Tabled: got a plain array"):
+        nnx_workload(lambda: Tabled(lambda x: x), squared_error, optax.sgd(0.1), BATCH)
+
+
+def test_one_random_key_may_be_named_by_itself():
+    def made(rngs):
+        return linen_workload(
+            LinenStateful(),
+            squared_error,
+            optax.sgd(0.1),
+            BATCH,
+            inputs=lambda batch: (batch["x"],),
+            rngs=rngs,
+        )
+
+    alone, several = (jax.eval_shape(made(rngs).init) for rngs in ("dropout", ("dropout",)))
+    assert jax.tree.structure(alone) == jax.tree.structure(several)
+    assert list(alone.extra["rngs"]) == ["dropout"]
