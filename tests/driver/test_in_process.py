@@ -1,5 +1,6 @@
 """Measuring as on accelerators, in the search's own process: here by CPU devices that say so."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -64,28 +65,37 @@ def test_what_is_interrupted_in_good_order_never_counts_as_a_crash(search, tmp_p
         assert begun and not any(log.attempts(key) for key in begun)
 
 
+@contextlib.contextmanager
+def killed(monkeypatch, method, dies):
+    """Inside, the process dies in a method of the bench: its journal is left as it would be.
+
+    Args:
+      dies: of the names of the programs that it was called for, in order.
+    """
+    called = []
+    real, write = getattr(Bench, method), Journal._write
+
+    def call(bench, name, argument):
+        called.append(name)
+        if dies(called):
+            raise SystemExit
+        return real(bench, name, argument)
+
+    def kept(log, record):
+        if not dies(called):
+            write(log, record)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(Bench, method, call)
+        patched.setattr(Journal, "_write", kept)
+        yield
+
+
 def test_who_takes_the_process_down_twice_is_known_and_nobody_else(search, tmp_path, monkeypatch):
-    """The process cannot die in a test: its journal is left as it would be."""
     journal = tmp_path / "journal.jsonl"
-    numerics, write = Bench.numerics, Journal._write
     for _ in range(2):
-        touched = []
-
-        def dies(bench, name, reference, touched=touched):
-            touched.append(name)
-            if len(touched) == 2:
-                raise SystemExit
-            return numerics(bench, name, reference)
-
-        def kept(log, record, touched=touched):
-            if len(touched) < 2:
-                write(log, record)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Bench, "numerics", dies)
-            patched.setattr(Journal, "_write", kept)
-            with pytest.raises(SystemExit):
-                search(journal=journal)
+        with killed(monkeypatch, "numerics", lambda called: len(called) > 1):
+            search(journal=journal)
     outcomes = [t.profiled for t in search(journal=journal).evidence.trials if t.profiled]
     crashed = [x for x in outcomes if isinstance(x, Failure)]
     assert [x.kind for x in crashed] == [Kind.CRASH] and "died twice" in crashed[0].message
@@ -95,25 +105,14 @@ def test_who_takes_the_process_down_twice_is_known_and_nobody_else(search, tmp_p
 def test_a_race_that_is_killed_twice_blames_who_ran(search, tmp_path, monkeypatch):
     """Not all who raced: the others are measured by the next search."""
     journal = tmp_path / "journal.jsonl"
-    run, write = Bench.run, Journal._write
+    later = BUDGET.profiles + 1
     for _ in range(2):
-        ran = []
-
-        def dies(bench, name, steps, ran=ran):
-            ran.append(name)
-            if name == ran[0] and len(ran) > BUDGET.profiles + 1:
-                raise SystemExit
-            return run(bench, name, steps)
-
-        def kept(log, record, ran=ran):
-            if not (ran[:1] == ran[-1:] and len(ran) > BUDGET.profiles + 1):
-                write(log, record)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Bench, "run", dies)
-            patched.setattr(Journal, "_write", kept)
-            with pytest.raises(SystemExit):
-                search(journal=journal)
+        with killed(
+            monkeypatch,
+            "run",
+            lambda called: len(called) > later and called[-1] == called[0],
+        ):
+            search(journal=journal)
     outcomes = [t.profiled for t in search(journal=journal).evidence.trials if t.profiled]
     assert sum(isinstance(x, Failure) for x in outcomes) <= 1
     assert sum(isinstance(x, Measurement) for x in outcomes) >= BUDGET.profiles - 1
