@@ -1,7 +1,6 @@
 """The public functions: `search` and `load_plan`."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -14,7 +13,6 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.budget import Budget, Callback, Event
-from autoshard.compat.contexts import without_mesh
 from autoshard.compat.noise import start_jax
 from autoshard.driver import Found, Subject, run_search
 from autoshard.errors import NoPlanError, TargetError
@@ -111,7 +109,7 @@ def search(
         for callback in callbacks:
             callback(Event(stage=Stage.TRACE, done=done, total=3, text=text))
 
-    with opened(journal) as log, contextlib.ExitStack() as context:
+    with opened(journal) as log:
         tell(0, "tracing the step")
         programs, notes = trace_all(model_fn, knobs, keep_constraints)
         if target.is_here and budget.profiles:
@@ -120,7 +118,6 @@ def search(
         tell(1, "reading the program")
         subjects, unread = all_subjects(programs, as_subject)
         notes += unread
-        context.enter_context(without_mesh())  # the user's functions are traced
         cost = cost_model(target, calibration, lambda: tell(2, "calibrating: once for a machine"))
         tell(3, "ready for layouts")
         folder = log.path.parent if log.path is not None else None

@@ -38,8 +38,9 @@ class Budget:
                 raise ValueError(f"Budget.{name} must be a positive whole number, got {value!r}")
         for name in ("seconds", "compile_seconds", "measure_seconds"):
             value = getattr(self, name)
-            unlimited = name == "seconds" and value is None
-            if not unlimited and not (isinstance(value, (int, float)) and value > 0):
+            if value is None and name == "seconds":
+                continue
+            if value is None or not value > 0:
                 raise ValueError(f"Budget.{name} must be positive, got {value!r}")
 
 

@@ -45,7 +45,7 @@ class Evaluation:
             alone = jax.jit(jaxprs.as_function(program.step))
             return without_mesh()(alone), out_tree
         with without_mesh():
-            closed, inputs = self._placed(program)
+            closed, inputs = self._constrained(program)
             given = shardings(plan.mesh, inputs)
             given[: len(program.state)] = jax.tree.leaves(plan.state_shardings)  # it stays there
             replicated = [tuple(() for _ in leaf.shape) for leaf in program.metrics]
@@ -66,7 +66,7 @@ class Evaluation:
 
         return run, out_tree
 
-    def _placed(self, program: Program) -> tuple[jaxprs.ClosedJaxpr, Sequence[Spec]]:
+    def _constrained(self, program: Program) -> tuple[jaxprs.ClosedJaxpr, Sequence[Spec]]:
         """The function with the plan's constraints, and the specs of its inputs.
 
         A step as written has no rules: its batches lie as the plan's do, where they divide so.

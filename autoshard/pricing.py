@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 from autoshard.calibrations import calibrated
+from autoshard.compat.contexts import without_mesh
 from autoshard.cost import (
     GATHERS_AT_ONCE,
     GATHERS_OUTERMOST,
@@ -19,6 +20,7 @@ from autoshard.target import Target
 from autoshard.topology import Topology
 
 
+@without_mesh()
 def cost_model(
     target: Target,
     calibration: str | os.PathLike[str] | None = None,

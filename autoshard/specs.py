@@ -313,7 +313,7 @@ def resolve(
 
 
 def _with_whole_batch(resolver: _Resolver, axes: Axes, dims: Dimensions, spec: Spec) -> Spec:
-    """Shards the first dimension that holds a batch axis inside, as one piece, if nothing did."""
+    """Shards the first dimension that holds a batch axis as one piece, where none is taken yet."""
     batch = {a.name for a in axes.axes if a.is_batch}
     taken = {m for to in spec for m in to}
     for d, dim in enumerate(dims):

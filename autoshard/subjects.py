@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from autoshard.analysis import analyse
-from autoshard.compat.contexts import without_mesh
 from autoshard.driver import Subject
 from autoshard.errors import LayoutError, WorkloadError
 from autoshard.fix import read_fix, unfit
@@ -184,7 +183,6 @@ def _check_mesh_axes(
             )
 
 
-@without_mesh()
 def make_subject(
     program: Program,
     target: Target,

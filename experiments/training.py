@@ -98,7 +98,7 @@ def train(
     history: list[Progress] = []
     timed_steps, timed_s = 0, 0.0
 
-    def look(step: int, loss: float, last: bool) -> None:
+    def report(step: int, loss: float, last: bool) -> None:
         nonlocal timed_steps, timed_s
         validation_loss = None
         if evaluate and evaluation and (last or step % evaluation.every == 0):
@@ -122,14 +122,14 @@ def train(
         loss = float(metrics["loss"])  # waits, so that the clock sees the step
         if step > done + 1:  # the first step may compile
             timed_steps, timed_s = timed_steps + 1, timed_s + time.perf_counter() - started
-        look(step, loss, last=step == done + steps)
+        report(step, loss, last=step == done + steps)
 
     if step < done + steps:
         log(f"the batches ended after {step - done} of {steps} steps")
         checkpoint = checkpoint_folder and _vacant(checkpoint_folder / f"{step:06d}")
         missed = evaluation is not None and history and history[-1].validation_loss is None
         if history and (missed or history[-1].step < step):
-            look(step, loss, last=True)
+            report(step, loss, last=True)
     try:
         if figures is not None:
             figures.parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,8 @@ import pytest
 import autoshard
 from autoshard.errors import PlanError, WorkloadError
 from autoshard.lowering import lower_step
-from autoshard.plan import Evidence, Plan
-from autoshard.program import trace
+from autoshard.plan import Evidence, Plan, _number
+from autoshard.program import Leaf, trace
 from autoshard.rungs.bench import Bench
 from autoshard.strategy import baselines
 from autoshard.subjects import make_subject
@@ -381,6 +381,11 @@ def test_plain_numbers_are_taken_as_jit_takes_them():
     for wrong in ("1", 1j):
         with pytest.raises(PlanError, match=r"batch\['rate'\]: got .*, expected float32\[\]"):
             plan.put({"x": x, "rate": wrong})
+    whole = Leaf(path="batch['n']", key="['n']", shape=(), dtype=np.dtype("int32"))
+    assert _number(True, whole) == 1 and _number(7, whole).dtype == whole.dtype
+    for wrong in (1.5, 1 << 40):
+        with pytest.raises(PlanError, match=r"batch\['n'\]: got .*, expected int32\[\]"):
+            _number(wrong, whole)
 
 
 @pytest.mark.parametrize("name", ["FSDP", "replicated"])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from autoshard.budget import Budget, Callback
+from autoshard.compat.contexts import without_mesh
 from autoshard.cost import Correction, CostModel
 from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Ledger, Subject
@@ -74,6 +75,7 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
+@without_mesh()
 def run_search(
     subjects: Sequence[Subject],
     target: Target,

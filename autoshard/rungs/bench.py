@@ -171,7 +171,7 @@ class Bench:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
             with jax.profiler.trace(folder, profiler_options=options), _no_garbage_collection():
-                self._ends(entry, steps) if _ahead(entry) else self._waiting(entry, steps)
+                (self._ends if _ahead(entry) else self._waiting)(entry, steps)
             return folder
         self.unload(name)
         return caught.expect()
