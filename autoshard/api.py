@@ -64,7 +64,8 @@ def search(
       mesh_shape: "free", or "fixed" to keep the given mesh's shape.
       fix: logical axis -> mesh axes, or the path of a state leaf -> PartitionSpec, to pin.
       keep_constraints: keep the sharding constraints the step already has.
-      memory_bytes: what one device holds; default what it says, or host memory divided by devices.
+      memory_bytes: what one device holds; default what it says, or what this process may use of
+        the host's, divided by devices.
       memory_headroom: part of that which no plan may use.
       budget: how much the search may spend.
       journal: a file that records every trial; an interrupted search goes on from it.
@@ -112,6 +113,8 @@ def search(
     with opened(journal) as log:
         tell(0, "tracing the step")
         programs, notes = trace_all(model_fn, knobs, keep_constraints)
+        if shows := dict.fromkeys(line for program in programs for line in program.shows):
+            notes.append(f"the plan's step shows no values, as yours does at {', '.join(shows)}")
         if target.is_here and budget.profiles:
             check_samples(programs, seed)
         as_subject = functools.partial(make_subject, target=target, mesh_shape=mesh_shape, fix=fix)

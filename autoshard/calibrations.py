@@ -27,10 +27,11 @@ def calibrated(
     """The constants of a target, from the file of an earlier calibration if there is one.
 
     Args:
-      folder: where calibrations are kept; default `~/.cache/autoshard`.
+      folder: where calibrations are kept; default `~/.cache/autoshard`, and nowhere where there is
+        no home.
       on_measuring: called before the target is measured, where there is no such file.
     """
-    keep = pathlib.Path(folder) if folder is not None else pathlib.Path.home() / ".cache/autoshard"
+    keep = pathlib.Path(folder) if folder is not None else _default_folder()
     chip = None if target.shared_host else calibrate.chip_of_kind(target.device_kind)
     identity = "|".join(
         [
@@ -44,6 +45,9 @@ def calibrated(
             chip.digest if chip else "",
         ]
     )
+    if keep is None:
+        on_measuring()
+        return calibrate.calibrate(target)
     path = keep / f"calibration-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
     if (found := _kept(path)) is not None:
         return found
@@ -69,6 +73,14 @@ def calibrated(
         )
         partial.replace(path)
     return constants
+
+
+def _default_folder() -> pathlib.Path | None:
+    """In the user's home; None where a process has none, as in containers of any user's number."""
+    try:
+        return pathlib.Path.home() / ".cache/autoshard"
+    except RuntimeError:
+        return None
 
 
 def _kept(path: pathlib.Path) -> Constants | None:

@@ -22,7 +22,7 @@ def compared(
         unsharded = lower_unsharded(program, target)
         _must(
             bench.trust("the unsharded step", unsharded, steps),
-            "there is nothing to compare with, the unsharded step does not run on one device",
+            "there is nothing to compare with, the unsharded step does not run",
         )
         _must(bench.load("the plan", step), "the plan's step cannot be loaded")
         report = bench.numerics("the plan", "the unsharded step")

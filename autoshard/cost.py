@@ -26,14 +26,14 @@ from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
 from autoshard.trial import Collective
 
-MODEL_REVISION = 45
+MODEL_REVISION = 46
 """Part of every journal key.
 
-Raise it when estimates change by a change here, to `network`, `precision`, `siting`, `rewrite`,
-`specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`, `cache_lines`,
-`convolutions`, `vectorization`, `degenerate`, `hlo` or `rungs` (propagate, sending, gathers,
-own_sends), to what `compat` reads of a module or tells the partitioner, or to which constraints
-`constraints.told` keeps.
+Raise it when estimates change by a change here, to `network`, `arithmetic`, `precision`, `siting`,
+`rewrite`, `specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`,
+`cache_lines`, `convolutions`, `vectorization`, `degenerate`, `hlo` or `rungs` (propagate, sending,
+gathers, own_sends), to what `compat` reads of a module or tells the partitioner, or to which
+constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")

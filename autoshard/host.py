@@ -1,9 +1,11 @@
-"""Which processor this host has: figures measured on one do not hold on another."""
+"""What this host is: its processor, and what of cores and memory this process may use."""
 
+import contextlib
 import os
 import pathlib
 import platform
 
+_CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _GENERATION = ("cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU variant")
 """Fields of /proc/cpuinfo that tell processors of one name apart, on x86 and on Arm."""
 
@@ -21,6 +23,43 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory_bytes(cgroups: pathlib.Path = _CGROUPS, of_process: str | None = None) -> int:
+    """How much memory this process may use: the host's, or less where its control group says so.
+
+    A container or a batch system gives a job some of a node's. The limits of the group and of those
+    around it count, of version 2 and of version 1 (kernel documentation, admin-guide/cgroup-v2.rst
+    and cgroup-v1/memory.rst, 2026).
+
+    Args:
+      cgroups: where the groups are mounted.
+      of_process: what /proc/self/cgroup says; None to read it.
+    """
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if of_process is None:
+        try:
+            of_process = pathlib.Path("/proc/self/cgroup").read_text(encoding="utf-8")
+        except OSError:
+            return physical
+    limits = [physical]
+    for line in of_process.splitlines():
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            root, file = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, file = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the group's name may be one that is seen from outside alone: then the
+        # mount's root is the container's own group.
+        inner = root / group.lstrip("/")
+        for folder in (inner, *inner.parents):
+            with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+                limits.append(int((folder / file).read_text(encoding="utf-8")))
+            if folder == root:
+                break
+    return min(limit for limit in limits if limit > 0)
 
 
 def processor() -> str:

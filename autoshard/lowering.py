@@ -4,6 +4,7 @@ Rung 2, rung 3 and the plan all lower through here, so that what is judged is wh
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -109,16 +110,27 @@ def lower_step(analysis: Analysis, specs: Specs, target: Target) -> Module:
 
 @without_mesh()
 def lower_unsharded(program: Program, target: Target) -> Module:
-    """The step on one device, with no constraint: what every layout must agree with."""
+    """The step with no constraint and nothing divided: what every layout must agree with.
+
+    On one device; where the step has manual regions (shard_map) on the devices that these name,
+    each of which holds everything between them.
+    """
     none = [tuple(() for _ in leaf.shape) for leaf in program.inputs]
     out = [tuple(() for _ in leaf.shape) for leaf in program.outputs]
-    jitted = jax.jit(jaxprs.as_function(program.plain), keep_unused=True)
+    shape, step = None, program.plain
+    placed: dict[str, Any] = {}
+    if program.manual and program.pinned_mesh is not None:
+        shape = program.pinned_mesh
+        step = jaxprs.on_mesh(step, jaxprs.abstract_mesh(shape))
+        mesh = target.any_mesh(shape)
+        placed = {"in_shardings": shardings(mesh, none), "out_shardings": shardings(mesh, out)}
+    jitted = jax.jit(jaxprs.as_function(step), keep_unused=True, **placed)
     lowered = jitted.trace(*shapes(program.inputs)).lower(
         lowering_platforms=(target.lowering_platform,)
     )
     return module_of(
         lowered,
-        (("x", 1),),
+        shape or (("x", 1),),
         target.lowering_platform,
         program.inputs,
         none,

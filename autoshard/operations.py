@@ -8,6 +8,13 @@ own manual regions send.
 import math
 from typing import NamedTuple
 
+from autoshard.arithmetic import (
+    cholesky_flops,
+    fft_flops,
+    product_flops,
+    sort_flops,
+    triangular_solve_flops,
+)
 from autoshard.buffers import Loop
 from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
@@ -243,7 +250,7 @@ class Operations:
             index = self._new(result, name, trips)
             barrier = name == "stablehlo.optimization_barrier"
             self.operands[index] = [operands[k]] if barrier else operands
-            self.own_flops[index] = self._flops(op, name, index)
+            self.own_flops[index] = self._flops(op, name, index, first)
             if name in stablehlo.PRODUCTS:
                 self.contracting[tag] = tuple(operands)
                 dtype = stablehlo.dtype_of(op.operands[0])
@@ -356,7 +363,7 @@ class Operations:
                 self._block(block, trips)
             starts.append((start, len(self.sizes)))
             tags.append(list(self.trips)[known:])
-        weights = [sum(self.own_flops[v] * self.trip_of[v] for v in range(a, b)) for a, b in starts]
+        weights = [sum(map(self._weight, range(a, b))) for a, b in starts]
         keep = weights.index(max(weights)) if weights else 0
         for i, (a, b) in enumerate(starts):
             if i != keep:
@@ -364,20 +371,37 @@ class Operations:
                     self.trip_of[j] = 0.0
                 self.trips.update(dict.fromkeys(tags[i], 0.0))
 
-    def _flops(self, op: stablehlo.Operation, name: str, index: int) -> float:
+    def _weight(self, v: int) -> float:
+        """How branches compare: operations and bytes that are made, one a unit, as in rung 2."""
+        made = 0.0 if self.op_of[v] in FREE or not self.op_of[v] else self.sizes[v]
+        return (self.own_flops[v] + made) * self.trip_of[v]
+
+    def _flops(self, op: stablehlo.Operation, name: str, index: int, first: int) -> float:
         out = self.elements[index]
         if name == "stablehlo.dot_general":
             left = stablehlo.shape_of(op.operands[0])
             (_, contracted), _ = stablehlo.product_dimensions(op)
-            return 2.0 * out * math.prod(left[d] for d in contracted)
+            depth = math.prod(left[d] for d in contracted)
+            return product_flops(out * depth, stablehlo.dtype_of(op.operands[0]))
         if name == stablehlo.RAGGED_DOT:
             return ragged_flops(op, self.platform)
         if name == _CONVOLUTION:
-            return convolution(op).flops
+            dtype = stablehlo.dtype_of(op.operands[0])
+            return product_flops(convolution(op).flops / 2.0, dtype)
         if name in ("stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.scatter"):
             return max((self.elements[i] for i in self.operands[index]), default=out)
-        if name == "stablehlo.sort":
-            return out * max(1.0, math.log2(max(out, 2.0)))
+        if name == "stablehlo.sort":  # the arrays that go along are not compared
+            extent = self.dims[index][stablehlo.sorted_dimension(op)]
+            return sort_flops(out, extent) if index == first else 0.0
+        if name == "stablehlo.fft":
+            return fft_flops(out, math.prod(stablehlo.integers(op, "fft_length")))
+        if name == "stablehlo.cholesky":
+            return cholesky_flops(out, self.dims[index][-1])
+        if name == "stablehlo.triangular_solve":
+            return triangular_solve_flops(out, stablehlo.shape_of(op.operands[0])[-1])
+        if name == "stablehlo.select_and_scatter":
+            window = math.prod(stablehlo.integers(op, "window_dimensions"))
+            return window * self.elements[self.operands[index][1]]
         if (
             name in FREE
             or name in SLICES

@@ -267,8 +267,9 @@ class Plan:
         """Compares the step with the unsharded one, from one initial state, on these devices.
 
         What a search does with all that it measures (`rungs.numerics`), for a plan that was made
-        where the devices were not, or with other versions. One device must hold the unsharded step,
-        and the host the whole state.
+        where the devices were not, or with other versions. One device must hold the unsharded step
+        (each of them, where the step has manual regions, which run on their own mesh), and the host
+        the whole state.
 
         Args:
           seed: of the batches, from the workload's `sample` or synthetic.
@@ -277,7 +278,7 @@ class Plan:
           Every leaf of state and metrics, with its error and what was allowed.
 
         Raises:
-          PlanError: a leaf differs by more, or the unsharded step does not run on one device.
+          PlanError: a leaf differs by more, or the unsharded step does not run.
         """
         self._must_be_here()
         from autoshard.checked import compared

@@ -18,6 +18,8 @@ GPUs without TF32 (before Ampere) or told not to use it (NVIDIA_TF32_OVERRIDE).
 import re
 from collections.abc import Iterable
 
+from autoshard.arithmetic import part_of_complex
+
 HIGH, HIGHEST = "f32:high", "f32:highest"
 
 _ALGORITHM = re.compile(r"(?:alg_)?dot_([a-z0-9]+)_.*?(?:_x(\d+))?")
@@ -29,7 +31,7 @@ def multiplied_as(dtype: str, precisions: Iterable[str], algorithm: str = "") ->
     """The type under which a product or convolution is priced.
 
     Args:
-      dtype: of the left operand, in MLIR's words or HLO's.
+      dtype: of the left operand, in MLIR's words or HLO's; of complex numbers their parts count.
       precisions: of the operands: default, high or highest, in either case.
       algorithm: as HLO names it, such as `dot_bf16_bf16_f32_x3`; else it is left aside.
 
@@ -43,6 +45,7 @@ def multiplied_as(dtype: str, precisions: Iterable[str], algorithm: str = "") ->
     >>> [multiplied_as("f32", [], f"dot_{name}") for name in algorithms]
     ['bf16_x3', 'f32', 'f32:highest']
     """
+    dtype = part_of_complex(dtype)
     if dtype != "f32":
         return dtype
     if named := _ALGORITHM.fullmatch(algorithm.lower()):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
-from autoshard.compat import jaxprs
+from autoshard.compat import jaxprs, process_bound, refs
 from autoshard.compat.contexts import explicit_axes, users_mesh
 from autoshard.errors import WorkloadError
 from autoshard.workload import Workload
@@ -67,6 +67,7 @@ class Program:
       state, batch, metrics: the leaves, in flat order.
       state_tree, batch_tree, metrics_tree: the pytrees of those leaves.
       knobs: the knob values it was made with.
+      shows: source lines of what only shows values (jax.debug.print), which no step has any more.
       keeps_constraints: `step` still has the user's own constraints.
       returns_state: False for an evaluation function, whose results are all metrics.
     """
@@ -88,6 +89,7 @@ class Program:
     batch_tree: PyTreeDef
     metrics_tree: PyTreeDef
     knobs: tuple[tuple[str, str | int | float | bool | None], ...]
+    shows: tuple[str, ...] = ()
     returns_state: bool = True
     keeps_constraints: bool = False
 
@@ -126,7 +128,8 @@ def trace(
 
     Raises:
       WorkloadError: not a Workload; a state that changes structure, shape or dtype; rbg keys; a
-        mesh of Explicit axes that is set.
+        mesh of Explicit axes that is set; a step that only this process can run; state that is kept
+        in the host's memory.
       Exception: whatever the user's own functions raise while traced, with their traceback.
     """
     if not isinstance(workload, Workload):
@@ -145,7 +148,10 @@ def trace(
             f"step must return (new state, metrics), got {type(out).__name__}"
             + (f" of {len(out)}" if isinstance(out, tuple) else "")
         )
+    closed, shows = process_bound.without_prints(refs.written_out(closed))
+    _check_process(closed)
     state, state_tree = _leaves("state", state_shapes)
+    _check_memories(state, made, closed)
     batch, batch_tree = _leaves("batch", batch_shapes)
     metrics, metrics_tree = _leaves("metrics", out[1])
     _check_state(state, state_tree, out[0])
@@ -177,6 +183,7 @@ def trace(
         batch_tree=batch_tree,
         metrics_tree=metrics_tree,
         knobs=knobs,
+        shows=shows,
         keeps_constraints=keep_constraints,
     )
 
@@ -201,7 +208,7 @@ def trace_function(
     shapes = (flat_shapes(state), flat_shapes(batch))
     with _note("while tracing a function given to plan.jit"):
         closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    stripped, _, manual = _strip(closed)
+    stripped, _, manual = _strip(refs.written_out(closed))
     pinned_mesh, pins = _pinned(manual, ())
     state_leaves, state_tree = _leaves("state", shapes[0])
     if state_tree != like.state_tree:
@@ -285,6 +292,33 @@ def _check_state(state: tuple[Leaf, ...], tree: PyTreeDef, new_shapes: object) -
                 f"step changes {old.path}: got {leaf.dtype}{list(leaf.shape)}, expected"
                 f" {old.dtype}{list(old.shape)} as init() made it; cast or reshape it in step"
             )
+
+
+def _check_process(closed: jaxprs.ClosedJaxpr) -> None:
+    if found := process_bound.bound(closed):
+        raise WorkloadError(
+            "step cannot be compiled and measured by other processes, nor for hardware that is not"
+            f" here: {'; '.join(found[:5])}. Leave that out of the step that is searched (a switch"
+            " in model_fn), or take what JAX computes itself in its place"
+        )
+
+
+def _check_memories(
+    state: tuple[Leaf, ...], made: jaxprs.ClosedJaxpr, closed: jaxprs.ClosedJaxpr
+) -> None:
+    outputs = closed.jaxpr.outvars[: len(state)]
+    found = [
+        leaf.path
+        for leaf, *atoms in zip(state, made.jaxpr.outvars, outputs, strict=False)
+        if any(map(jaxprs.on_host, atoms))
+    ]
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise WorkloadError(
+            f"{', '.join(found[:5])}{more} of the state is kept in the host's memory (pinned_host),"
+            " but every layout has the whole state on the devices: leave that out (device_put in"
+            " init and step) and search; divided over the devices the state may fit"
+        )
 
 
 def _check_keys(leaves: tuple[Leaf, ...], closed: jaxprs.ClosedJaxpr) -> None:

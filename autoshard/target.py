@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from autoshard import host
 from autoshard.catalogue import catalogue
 from autoshard.compat.compilers import require_compiler
 from autoshard.compat.device_order import device_order
@@ -178,8 +179,8 @@ def find_target(
         if own is not None:
             limit, source = own, "the device's own limit"
         else:
-            limit = _host_memory_bytes() // len(devices)
-            source = "host memory divided by devices"
+            limit = host.memory_bytes() // len(devices)
+            source = "the host's memory that this process may use, divided by devices"
     _check_memory(limit)
     return Target(
         devices=devices,
@@ -254,7 +255,3 @@ def _positions(devices: Sequence[jax.Device]) -> tuple[Position, ...]:
         )
         for d in devices
     )
-
-
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

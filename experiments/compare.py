@@ -4,7 +4,8 @@ Question: the step time of a saved plan, relative to each baseline written as pl
   (`experiments/handwritten`) on the same fake CPU devices.
 Command: python -m experiments.tune --model=mlp --steps=0 --run=runs/mlp
          python -m experiments.compare --model=mlp --plan=runs/mlp/plan.json
-Cost: a fresh process for each of 7 baselines, about 18 minutes in all for the decoder.
+Cost: a fresh process for each baseline, each up to --limit seconds of pairs; seven of the decoder's
+  took 18 minutes.
 Expected: a ratio of at most 1.00 (to two decimals) in every row. "undecided" counts as missed.
 
 Pairs of steps are interleaved until the 95 % interval of their ratio is within 2 %, in one process

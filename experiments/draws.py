@@ -9,6 +9,9 @@ from autoshard.rungs.propagate import Propagator
 from autoshard.space import Space
 from autoshard.trial import Estimate
 
+PATIENCE = 2000
+"""Draws without a new program, after which a space counts as exhausted."""
+
 Draw = Callable[[Space, random.Random], Candidate | None]
 
 
@@ -36,13 +39,13 @@ class Draws:
 
     Args:
       seen: programs (`Row.program`) that are not drawn again.
-      patience: after so many draws that gave nothing new a kind of draw ends; None never ends it.
+      patience: after so many draws that gave nothing new a kind of draw ends.
 
     Attributes:
       skipped: candidates whose state alone is too large.
     """
 
-    def __init__(self, ledger: Ledger, seen: set[object], patience: int | None = None):
+    def __init__(self, ledger: Ledger, seen: set[object], patience: int = PATIENCE):
         self.skipped = 0
         self._ledger, self._seen, self._patience = ledger, seen, patience
         self._propagators = [Propagator(subject.analysis) for subject in ledger.subjects]
@@ -52,7 +55,7 @@ class Draws:
         ledger = self._ledger
         rng = random.Random(ledger.seed)
         idle = 0
-        while self._patience is None or idle < self._patience:
+        while idle < self._patience:
             idle += 1
             index = rng.randrange(len(ledger.subjects))
             space = ledger.subjects[index].space

@@ -14,14 +14,15 @@ Expected: the goals that docs/fidelity.md states; what misses one is red.
 
 Each part of each case runs in a process of its own and leaves results/fidelity/<case>-<devices>/
 <part>.json, whole or not at all, with machine, versions, date and seeds; delete a file to have it
-made anew; --retry runs again what failed and asks on what is undecided. --short, --scale=small and
-other --rounds have folders of their own, under runs/. Stop it at will: what is there is not run
-again, and a journal under runs/fidelity lets an interrupted search go on; an interrupted sample
-begins anew. `search` has the default budget of `autoshard.search` and saves its
-plan; `sample` draws, compiles and measures programs and pairs the plan with the best of them anew;
-`hand` pairs the plan with hand-written layouts; `report` prints, and writes summary.json, the plots
-and the page, always over all cases. After a change to the model of cost, `predict` asks both rungs
-anew for the programs of samples that are there; their measured times stay.
+made anew; --retry runs again what failed and asks on what is undecided. --short, --scale=small,
+other --rounds and another --seed have folders of their own, under runs/, and leave the page as it
+is, as another --out does. Stop it at will: what is there is not run again, and a journal under
+runs/fidelity lets an interrupted search go on; an interrupted sample begins anew. `search` has the
+default budget of `autoshard.search` and saves its plan; `sample` draws, compiles and measures
+programs and pairs the plan with the best of them anew; `hand` pairs the plan with hand-written
+layouts; `report` prints, and writes summary.json, the plots and the page, always over all cases.
+After a change to the model of cost, `predict` asks both rungs anew for the programs of samples that
+are there; their measured times stay.
 """
 
 import pathlib
@@ -56,8 +57,10 @@ _LAYOUT = flags.DEFINE_string("layout", "", "With --part=hand --here: this layou
 
 def main(argv: list[str]) -> None:
     del argv
-    if any(flag.value != flag.default for flag in (_SHORT, _SCALE, _ROUNDS)):
+    if any(flag.value != flag.default for flag in (_SHORT, _SCALE, _ROUNDS, _SEED)):
         _keep_apart()
+    if _OUT.value != _OUT.default and not _PAGE.present:
+        _PAGE.value = ""  # the page is of the published results
     store = Store(results=pathlib.Path(_OUT.value), runs=pathlib.Path(_RUN.value))
     cases, devices = _cases(), [int(count) for count in _DEVICES.value]
     if _HERE.value:
@@ -91,6 +94,8 @@ def _keep_apart() -> None:
     words = [_SCALE.value, *["short"] * _SHORT.value]
     if _ROUNDS.value != _ROUNDS.default:
         words.append(f"{_ROUNDS.value}-rounds")
+    if _SEED.value != _SEED.default:
+        words.append(f"seed-{_SEED.value}")
     trial = f"runs/fidelity-{'-'.join(words)}"
     for flag, apart in ((_OUT, f"{trial}/results"), (_RUN, trial), (_PAGE, "")):
         if not flag.present:

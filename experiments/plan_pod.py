@@ -6,10 +6,11 @@ Question: what layout does the search find for a Llama-3-8B-class model, or a Mi
 Command: python -m experiments.plan_pod --model=llama3-8b --target=h100:8x8
          (needs pip install -e '.[train,cuda]', for TPUs '.[train,tpu]'; --target=v5p:4x4x4 or
          v5e:16x16)
-Cost: one to two minutes for GPUs on 2 cores, the hand layouts as much again; for TPUs libtpu takes
-  about 80 CPU-seconds a program (0.5 s of 44 s are passes over HLO, the rest makes machine code,
-  which nothing here needs: a compiler that stopped before it would do in a tenth of the time), so
-  --compiles=6 four minutes on an idle machine, and the hand layouts seven.
+Cost: half a minute to two for GPUs on 2 cores (docs/pods.md has what each search took), the hand
+  layouts as much again; for TPUs libtpu takes about 80 CPU-seconds a program (0.5 s of 44 s are
+  passes over HLO, the rest makes machine code, which nothing here needs: a compiler that stopped
+  before it would do in a tenth of the time), so --compiles=6 four minutes on an idle machine, and
+  the hand layouts seven.
 Expected: the ranked table; the plan over every hand layout at most 1 (they are told to be equal
   where they differ by less than 0.01 %).
 

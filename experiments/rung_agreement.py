@@ -24,6 +24,7 @@ import itertools
 import json
 import pathlib
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -96,6 +97,11 @@ def main(argv: list[str]) -> None:
             folder=run_folder,
         )
         points, skipped = judged(ledger, run_folder / "compiled")
+    if not any(p.fits for p in points):
+        sys.exit(
+            f"no layout of {_MODEL.value} that was drawn fits into a device of {_TARGET.value}:"
+            f" {len(points)} were compiled, of {skipped} more the state alone is too large"
+        )
     figures = {
         "model": _MODEL.value,
         "target": _TARGET.value,
@@ -144,7 +150,8 @@ def judged(ledger: Ledger, folder: pathlib.Path) -> tuple[list[Point], int]:
             rows = draws.rows(draw)
             drawn: list[int] = []
             while len(drawn) < most and fitting + len(ledger.fitting(drawn)) < wanted:
-                some = list(itertools.islice(rows, _AT_ONCE))
+                if not (some := list(itertools.islice(rows, _AT_ONCE))):
+                    break  # the space has no others
                 compiling.compile(some, 1.0)
                 drawn += some
             fitting += len(ledger.fitting(drawn))

@@ -249,7 +249,8 @@ class Stack(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, constrain: Constrain = unconstrained) -> jax.Array:
         """Returns logits_BTV."""
-        return self.logits(self.features(tokens_BT, constrain)[0], constrain)
+        model = cast(self, self.config.dtype)
+        return model.logits(model.features(tokens_BT, constrain)[0], constrain)
 
     def features(self, tokens_BT: jax.Array, constrain: Constrain) -> tuple[jax.Array, Any]:
         """Returns x_BTD behind the last block, and what the blocks return besides, stacked [L]."""

@@ -61,6 +61,11 @@ class EncoderDecoderConfig:
                 f"spans={self.spans} of span_length={self.span_length}, with a byte before each, "
                 f"do not fit into window={self.window}"
             )
+        if self.buckets < 4 or self.longest <= self.buckets // 2:
+            raise ValueError(
+                f"buckets={self.buckets} must be at least 4, and longest={self.longest} more than "
+                f"half of them: each short distance has a bucket of its own"
+            )
         if self.remat != "none" and self.remat not in REMAT_POLICIES:
             known = ["none", *REMAT_POLICIES]
             raise ValueError(f"remat={self.remat!r}: expected one of {known}")

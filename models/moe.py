@@ -32,7 +32,7 @@ class MixtureConfig(DecoderConfig):
     experts: int = 8  # in each layer
     experts_per_token: int = 2  # experts that see a token
     capacity_factor: float = 1.25  # places for tokens, relative to a perfectly even routing
-    group: int = 1024  # tokens S routed together; the dispatch costs FLOPs in proportion
+    group: int = 128  # tokens S routed together; the dispatch costs FLOPs in proportion
     balance_weight: float = 0.01  # of the load-balancing loss
 
     def __post_init__(self) -> None:

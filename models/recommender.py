@@ -137,13 +137,15 @@ def loss(
 def sample(seed: int, batch_size: int, config: RecommenderConfig) -> dict[str, np.ndarray]:
     """Synthetic clicks with a rule to learn. Same seed, same batch.
 
-    The k-th value of a feature comes up in proportion to about 1 / k, as popular items do; the
+    The k-th value of a feature, k from 1, comes up with probability log(1 + 1 / k) / log(1 + rows),
+    about in proportion to 1 / k, as popular items do; the
     dense features are logarithms of counts with a power law. Even values make a click likelier and
     odd ones less so, and whether a large first dense feature is good depends on the first category.
     """
     rng = np.random.default_rng(seed)
     rows_F = np.array(config.table_rows)
-    value_BF = (rows_F ** rng.random((batch_size, len(rows_F)))).astype(np.int32) - 1
+    value_BF = ((rows_F + 1) ** rng.random((batch_size, len(rows_F)))).astype(np.int32) - 1
+    value_BF = np.minimum(value_BF, rows_F - 1)  # where the power was rounded up
     dense_BN = rng.exponential(size=(batch_size, config.dense)).astype(np.float32)
     sign_BF = 1 - 2 * (value_BF % 2)
     score_B = sign_BF.sum(axis=1) + sign_BF[:, 0] * (2 * dense_BN[:, 0] - 1)

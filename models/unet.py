@@ -39,9 +39,10 @@ class UNetConfig:
     seed: int = 0  # of the initial parameters and of the noise
 
     def __post_init__(self) -> None:
-        if self.width % 2 or self.width % self.groups:
+        if self.width < 4 or self.width % 2 or self.width % self.groups:
             raise ValueError(
-                f"width={self.width} must be even and a multiple of groups={self.groups}"
+                f"width={self.width} must be even, at least 4 and a multiple of "
+                f"groups={self.groups}"
             )
         shrink = 2 ** (len(self.multipliers) - 1)
         if self.image % shrink:

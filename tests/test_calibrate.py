@@ -284,6 +284,15 @@ def test_the_default_folder_is_in_the_users_cache(measuring, tmp_path, monkeypat
     assert len(list((tmp_path / ".cache" / "autoshard").iterdir())) == 1
 
 
+def test_a_process_without_a_home_keeps_none(measuring, constants, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    assert calibrated(TARGET) == calibrated(TARGET) == constants
+    assert len(measuring) == 2
+
+
 def test_one_device_needs_no_links():
     found = calibrate.calibrate(find_target(jax.devices()[:1]), draws=1)
     assert found.links == () and found.contract_flops_per_s > 0

@@ -1,11 +1,12 @@
 """Processors by name and generation."""
 
 import os
+import pathlib
 import platform
 
 import pytest
 
-from autoshard.host import cores, described, machine, processor
+from autoshard.host import cores, described, machine, memory_bytes, processor
 
 X86 = "processor\t: 0\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: AMD EPYC\n"
 
@@ -45,3 +46,33 @@ def test_only_the_cores_of_this_process_count(monkeypatch: pytest.MonkeyPatch) -
     assert cores() == 3
     monkeypatch.delattr(os, "sched_getaffinity")
     assert cores() == (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("of_process", "files", "expected"),
+    [
+        ("0::/", {"memory.max": "max"}, None),
+        ("0::/", {}, None),
+        ("", {}, None),
+        ("0::/", {"memory.max": "4096"}, 4096),
+        ("0::/job/step", {"job/memory.max": "4096", "job/step/memory.max": "max"}, 4096),
+        ("0::/job/step", {"job/memory.max": "8192", "job/step/memory.max": "4096"}, 4096),
+        ("0::/seen/from/outside", {"memory.max": "4096"}, 4096),
+        ("5:cpu:/\n4:memory:/job\n0::/", {"memory/job/memory.limit_in_bytes": "4096"}, 4096),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("3:cpu,cpuacct:/job", {"job/memory.max": "4096"}, None),
+    ],
+)
+def test_a_process_has_no_more_memory_than_its_control_group(
+    of_process: str, files: dict[str, str], expected: int | None, tmp_path: pathlib.Path
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory_bytes(tmp_path, of_process) == (expected or physical)
+
+
+def test_this_process_has_memory() -> None:
+    assert 0 < memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

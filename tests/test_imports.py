@@ -12,6 +12,7 @@ PACKAGE = ROOT / "autoshard"
 LAYERS = (
     {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat"}
     | {
+        "arithmetic",
         "catalogue",
         "topology",
         "subaxes",

@@ -109,6 +109,16 @@ def test_the_largest_branch_counts_and_is_a_named_assumption() -> None:
     assert any("largest branch" in a for a in kernels.assumptions)
 
 
+def test_of_branches_that_only_move_data_the_one_that_moves_more_is_taken() -> None:
+    def step(w, x):
+        y = jax.lax.cond(jnp.sum(x) > 0, lambda x: x.T, lambda x: x, x)
+        return w, jnp.sum(y)
+
+    kernels = kernels_of_step(step, shaped(8, 8), shaped(256, 256))
+    moved = kernels.value_bytes[kernels.kernel_value] * kernels.kernel_trips
+    assert moved.max() >= 256 * 256 * 4
+
+
 def test_branches_that_are_not_taken_send_nothing_and_loops_in_them_count_every_turn() -> None:
     def step(w, x):
         def long() -> jax.Array:

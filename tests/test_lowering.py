@@ -158,6 +158,13 @@ def test_what_is_judged_is_what_runs() -> None:
     assert again.digest == module.digest
 
 
+def test_manual_regions_of_the_unsharded_step_have_their_mesh() -> None:
+    program = analyse(programs.manual_region()).analysis.program
+    step = lowering.lower_unsharded(program, target())
+    assert step.mesh == (("data", 8),)
+    assert not any(axes for array in (*step.inputs, *step.outputs) for axes in array.spec)
+
+
 @pytest.mark.parametrize("name", ["custom_derivatives", "key_in_state", "with_constraints"])
 def test_the_unsharded_step_and_the_init_lower_for_one_device(name: str) -> None:
     program = analyse(programs.EVERY[name](), keep_constraints=True).analysis.program

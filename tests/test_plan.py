@@ -17,7 +17,7 @@ from autoshard.strategy import baselines
 from autoshard.subjects import make_subject
 from autoshard.target import find_target
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
-from tests import workloads
+from tests import programs, workloads
 
 
 @pytest.fixture(scope="module")
@@ -321,6 +321,15 @@ def test_a_plan_is_checked_where_it_runs(plan):
     assert 0 < report.worst.error < 1e-4
 
 
+def test_a_step_with_manual_regions_is_checked_against_the_same_with_nothing_divided():
+    of = make_subject(trace(programs.manual_region()), find_target(jax.devices()), "free", None)
+    layouts = [found.candidate.layout for found in baselines(of.space)]
+    divided = next(layout for layout in layouts if any(map(any, of.space.specs(layout).inputs)))
+    plan = Plan(of.analysis, of.space, find_target(jax.devices()), divided, Evidence())
+    report = plan.check()
+    assert report.passed and report.worst.error < 1e-4
+
+
 def test_a_plan_that_computes_something_else_is_told(fsdp, monkeypatch):
     """Its step is lowered from another workload: one that learns twice as fast."""
     target = find_target(jax.devices())
@@ -336,7 +345,7 @@ def test_a_plan_that_computes_something_else_is_told(fsdp, monkeypatch):
     [
         (
             "trust",
-            "nothing to compare with, the unsharded step does not run on one device: no room",
+            "nothing to compare with, the unsharded step does not run: no room",
         ),
         ("set_inputs", "init\\(\\) does not run unsharded: no room"),
         ("load", "the plan's step cannot be loaded: no room"),

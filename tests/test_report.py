@@ -318,6 +318,17 @@ def test_the_state_of_the_numerics_check(searched, kind, words):
     assert "compute 1.0 ms, communication 2.0 ms, idle 3.0 ms" in describe(plan)
 
 
+def test_what_failed_as_it_ran_is_not_counted_as_measured(searched) -> None:
+    ran = trial("FSDP", compiled=estimate(), profiled=measurement(0.01))
+    died = trial(
+        "ZeRO-1",
+        compiled=estimate(),
+        profiled=Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="it died"),
+    )
+    assert ", 1 measured, 1 failed as they ran;" in describe(planned(searched, [ran, died]))
+    assert ", 1 measured;" in describe(planned(searched, [ran]))
+
+
 def test_what_rung_1_rejects_is_not_counted_as_compiled(searched) -> None:
     rejected = trial(
         "replicated", compiled=Failure(stage=Stage.PROPAGATE, kind=Kind.OOM, message="")

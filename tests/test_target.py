@@ -1,11 +1,11 @@
 import dataclasses
-import os
 import types
 
 import jax
 import numpy as np
 import pytest
 
+from autoshard import host
 from autoshard import target as target_module
 from autoshard.errors import TargetError
 from autoshard.target import find_target
@@ -56,10 +56,9 @@ def test_programs_are_placed_where_their_meshes_are(monkeypatch):
 
 
 def test_memory_is_the_hosts_share_unless_given():
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     target = find_target(DEVICES)
-    assert target.memory_bytes == host // 8
-    assert target.memory_source == "host memory divided by devices"
+    assert target.memory_bytes == host.memory_bytes() // 8
+    assert target.memory_source.startswith("the host's memory that this process may use")
     given = find_target(DEVICES, 12345)
     assert (given.memory_bytes, given.memory_source) == (12345, "memory_bytes")
     with pytest.raises(TargetError, match="must be positive, got -1"):

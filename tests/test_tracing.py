@@ -10,11 +10,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autoshard import lowering
 from autoshard.compat import jaxprs
 from autoshard.errors import WorkloadError
 from autoshard.program import Program, sample_batch, trace
 from autoshard.workload import Workload
 from tests import programs
+from tests.analysed import analyse, baseline, target
 from tests.programs import BATCH, EMBED, MLP, normal, shaped
 
 
@@ -103,6 +105,56 @@ def test_keys_whose_values_depend_on_the_sharding_are_refused() -> None:
 
     with pytest.raises(WorkloadError, match=r"test_tracing\.py"):
         traced(makes_key)
+
+
+def test_state_in_the_host_s_memory_is_refused() -> None:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    host = here.with_memory_kind("pinned_host")
+
+    def init():
+        return {"w": jnp.ones((4, 4)), "m": jax.device_put(jnp.zeros((4, 4)), host)}
+
+    def step(state, x):
+        m = jax.device_put(state["m"], here.with_memory_kind("device")) + jnp.mean(x)
+        return {"w": state["w"] - m, "m": jax.device_put(m, host)}, jnp.sum(m)
+
+    with pytest.raises(WorkloadError, match=r"state\['m'\] of the state is kept in the host's"):
+        trace(Workload(step=step, init=init, batch=shaped(8, 4)))
+
+    def back(state, x):
+        new, loss = step(state, x)
+        return new | {"m": state["m"]}, loss
+
+    program = trace(
+        Workload(step=back, init=lambda: jax.tree.map(jnp.ones_like, init()), batch=shaped(8, 4))
+    )
+    assert len(program.state) == 2
+
+
+def test_what_goes_by_way_of_a_reference_counts_as_what_it_is() -> None:
+    """Gradients that add up in place, batch by batch, are gradients all the same."""
+
+    def step(w, x):
+        total = jax.new_ref(jnp.zeros_like(w))
+        moving = jax.new_ref(w)
+
+        def turn(_, part):
+            total[...] += jax.grad(lambda w: jnp.mean(jnp.tanh(part @ w) ** 2))(moving[...])
+            return None, None
+
+        jax.lax.scan(turn, None, x)
+        return w - 0.1 * total[...], jnp.sum(total[...])
+
+    work = Workload(step=step, init=lambda: jnp.ones((16, 16)) / 16, batch=shaped(4, 32, 16))
+    of = analyse(work)
+    names = {e.primitive.name for e in jaxprs.equations(of.analysis.program.step.jaxpr)}
+    assert "scan" in names and not any("ref" in name or name == "swap" for name in names)
+    layout = baseline(of.space, "FSDP")
+    expected = step(jnp.ones((16, 16)) / 16, jnp.ones((4, 32, 16)))[0]
+    (new, _) = lowering.jit_step(of.analysis, of.space.specs(layout), target())(
+        jnp.ones((16, 16)) / 16, jnp.ones((4, 32, 16))
+    )
+    np.testing.assert_allclose(new, expected, rtol=1e-5)
 
 
 def test_large_closures_are_warned_about_with_their_size() -> None:

@@ -25,6 +25,7 @@ from autoshard.precision import cut_to, multiplied_as
 _FLOAT_TYPE = re.compile(r"(?<=[<x])(f64|f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)[>,]")
 _LAPACK = b"lapack_"
 _F32 = ("f32", "complex<f32>")
+_MOST_PARAMETERS = 2000  # of a program for TPUs, that are not one tuple
 _CALLBACK = re.compile(rb"python_(?:cpu|gpu)_callback")
 
 
@@ -221,6 +222,10 @@ def compile_options(module: Module, ids: Sequence[int]) -> xla_client.CompileOpt
     options.num_replicas = 1
     options.num_partitions = count
     options.device_assignment = xla_client.DeviceAssignment.create(np.array(ids).reshape(1, count))
+    # As `jit` has it (dispatch.should_tuple_args, jax 0.10 and 0.12): a TPU's lists are bounded.
+    options.parameter_is_tupled_arguments = (
+        module.platform == "tpu" and len(module.inputs) > _MOST_PARAMETERS
+    )
     build = options.executable_build_options
     build.num_replicas = 1
     build.num_partitions = count

@@ -150,6 +150,11 @@ def equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     return found
 
 
+def on_host(atom: Atom) -> bool:
+    """Whether a value lies in the host's memory beside an accelerator ("pinned_host")."""
+    return getattr(getattr(atom.aval, "memory_space", None), "name", "Device") == "Host"
+
+
 def constants(closed: ClosedJaxpr) -> list[object]:
     """The arrays a function closes over; those of functions jitted inside are with their jaxprs."""
     found = list(closed.consts)

@@ -203,9 +203,19 @@ def partners_of(send: Operation) -> tuple[tuple[int, ...], ...] | tuple[str, ...
     return axes
 
 
+def integers(operation: Operation, name: str) -> list[int]:
+    """An attribute that is a list of integers, such as `fft_length` or `window_dimensions`."""
+    return list(ir.DenseI64ArrayAttr(operation.attributes[name]))
+
+
+def sorted_dimension(sort: Operation) -> int:
+    """Along which dimension a `sort` sorts."""
+    return int(ir.IntegerAttr(sort.attributes["dimension"]).value)
+
+
 def permutation(transpose: Operation) -> list[int]:
     """Which dimension of its operand each dimension of a transpose is."""
-    return list(ir.DenseI64ArrayAttr(transpose.attributes["permutation"]))
+    return integers(transpose, "permutation")
 
 
 def summed_dimension(reduce: Operation) -> int:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 
+from autoshard.arithmetic import product_flops
 from autoshard.compat import mosaic
 from autoshard.hlo.flops import convolution_flops, precision_of
 from autoshard.hlo.records import Computation, Instruction, Shape
@@ -123,10 +124,12 @@ def _library_product(instruction: Instruction, operands: tuple[Shape, ...]) -> f
     lhs, rhs, out = operands[0], operands[1], instruction.shape
     config = instruction.attribute("backend_config")
     if found := re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', config):
-        return 2.0 * out.size * math.prod(lhs.dims[int(i)] for i in re.findall(r"\d+", found[1]))
+        summed = math.prod(lhs.dims[int(i)] for i in re.findall(r"\d+", found[1]))
+        return product_flops(out.size * summed, lhs.dtype)
     # lhs = B M K, rhs = B K N, out = B M N, whichever of them are transposed; so K^2 follows.
     batch = math.prod(rhs.dims[:-2])
-    return 2.0 * out.size * math.sqrt(lhs.size * rhs.size / (out.size * batch) if out.size else 0)
+    depth = math.sqrt(lhs.size * rhs.size / (out.size * batch) if out.size else 0)
+    return product_flops(out.size * depth, lhs.dtype)
 
 
 def _library_convolution(instruction: Instruction, operands: tuple[Shape, ...]) -> float:

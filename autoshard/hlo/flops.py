@@ -9,6 +9,13 @@ output element (elementwise) or each input element (reductions), whatever the op
 import math
 import re
 
+from autoshard.arithmetic import (
+    cholesky_flops,
+    fft_flops,
+    product_flops,
+    sort_flops,
+    triangular_solve_flops,
+)
 from autoshard.convolutions import Window, taps
 from autoshard.hlo.records import Computation, HloError, Instruction, Shape
 
@@ -74,7 +81,7 @@ ELEMENTWISE = TRANSCENDENTAL | frozenset(
 
 
 def matmul_flops(instruction: Instruction, computation: Computation) -> float | None:
-    """Operations of a matrix product or convolution, 2 a multiply-add; None for anything else.
+    """Operations of a matrix product or convolution; None for anything else.
 
     Args:
       instruction: a dot or a convolution; for those in libraries see custom_calls.py.
@@ -84,7 +91,7 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> float | 
     if opcode in ("dot", "ragged-dot", "scaled-dot"):
         lhs = _operand(instruction, computation, 0)
         depth = math.prod(lhs.dims[i] for i in instruction.ints("lhs_contracting_dims"))
-        return 2.0 * instruction.shape.size * depth
+        return product_flops(instruction.shape.size * depth, lhs.dtype)
     if opcode == "convolution":
         shapes = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
         return convolution_flops(instruction, shapes[0], shapes[1], instruction.shape)
@@ -133,7 +140,8 @@ def convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, out: Sha
         )
     features = lhs.dims[labels[1].index("f")] // _count(instruction, "feature_group_count")
     batch = lhs.dims[labels[1].index("b")] // _count(instruction, "batch_group_count")
-    return 2.0 * features * out.dims[labels[3].index("f")] * batch * falling
+    filters = out.dims[labels[3].index("f")]
+    return product_flops(features * filters * batch * falling, lhs.dtype)
 
 
 def reads_backwards(instruction: Instruction) -> bool:
@@ -188,12 +196,13 @@ def plain_flops(instruction: Instruction, computation: Computation) -> float:
         return float(sum(computation.find(name).shape.size for name in updates))
     if opcode == "sort":
         extent = instruction.shape.dims[instruction.ints("dimensions")[0]]
-        return float(instruction.shape.size * max(1, (extent - 1).bit_length()))
+        return sort_flops(instruction.shape.size, extent)
     if opcode == "fft":
         length = math.prod(instruction.ints("fft_length"))
-        return 5.0 * instruction.shape.size * max(1, length.bit_length() - 1)
+        return fft_flops(instruction.shape.size, length)
     if opcode == "cholesky":
-        return instruction.shape.size * instruction.shape.dims[-1] / 3.0
+        return cholesky_flops(instruction.shape.size, instruction.shape.dims[-1])
     if opcode == "triangular-solve":
-        return float(instruction.shape.size * _operand(instruction, computation, 0).dims[-1])
+        width = _operand(instruction, computation, 0).dims[-1]
+        return triangular_solve_flops(instruction.shape.size, width)
     return 0.0

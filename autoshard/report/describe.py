@@ -10,7 +10,7 @@ from autoshard.report.words import (
     seconds,
     traffic_in_words,
 )
-from autoshard.trial import Estimate, Measurement, Stage, Trial, paired_ratio
+from autoshard.trial import Estimate, Failure, Measurement, Stage, Trial, paired_ratio
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -74,8 +74,10 @@ def describe(plan: "Plan") -> str:
     counts = [
         f"{evidence.candidates} candidates",
         f"{sum(t.was_compiled for t in evidence.trials)} compiled",
-        f"{sum(t.profiled is not None for t in evidence.trials)} measured",
+        f"{sum(isinstance(t.profiled, Measurement) for t in evidence.trials)} measured",
     ]
+    if failed := sum(isinstance(t.profiled, Failure) for t in evidence.trials):
+        counts.append(f"{failed} failed as they ran")
     spent = ", ".join(f"{name} {value:.1f} s" for name, value in evidence.elapsed_s.items())
     lines.append(f"Search: {', '.join(counts)}; {spent}.")
     return "\n".join(lines)

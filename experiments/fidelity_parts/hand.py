@@ -11,7 +11,16 @@ import jax
 
 import autoshard
 from experiments import pairs
-from experiments.fidelity_parts.store import Store, Task, commit, provenance, read, write
+from experiments.fidelity_parts.store import (
+    Store,
+    Task,
+    commit,
+    is_from_here,
+    provenance,
+    read,
+    seen_on,
+    write,
+)
 from experiments.handwritten import steps
 
 
@@ -29,6 +38,7 @@ def run(
 
     A comparison is kept if it was of the same plan and seed, of enough processes, and if it was
     decided or had as much time: an earlier result with undecided ones goes on with a larger limit.
+    Each says which machine and versions it is of; one that is to go on begins anew elsewhere.
 
     Args:
       limit_s: for the pairs of a layout's first process, see `pairs.limit_of`.
@@ -43,10 +53,16 @@ def run(
         return
 
     def stands(row: dict[str, Any]) -> bool:
-        same = (row.get("planned"), row.get("seed")) == (plan, seed)
-        return same and (row["decided"] or row["limit_s"] >= limit_s)
+        if (row.get("planned"), row.get("seed")) != (plan, seed):
+            return False
+        if pairs.is_open(row) and not is_from_here(row):
+            return False
+        return bool(row["decided"] or row["limit_s"] >= limit_s)
 
-    before = {row["layout"]: row for row in (read(store.result(task)) or {}).get("rows", ())}
+    kept = read(store.result(task)) or {}
+    # Rows did not say it themselves before 2026-11-28.
+    of_all = {name: kept[name] for name in ("machine", "versions") if name in kept}
+    before = {row["layout"]: of_all | row for row in kept.get("rows", ())}
     rows = []
     for name in steps.hand_steps(case, task.devices):
         file = row_file(store, task, name)
@@ -109,6 +125,7 @@ def compare_one(
         "limit_s": limit_s,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
+        **seen_on(),
         **dataclasses.asdict(found),
     }
     write(row_file(store, task, layout), row)

@@ -1,10 +1,12 @@
 """Opens a sample that was measured again: its programs as today's code makes them of its layouts.
 
 What was measured stays with the program that it was measured of: where today's code makes another
-one of a layout, nothing is done. The constants are those that the sample was taken with.
+one of a layout, or another compiler is here, nothing is done. The constants are those that the
+sample was taken with, and where it has too few, others in proportion that it keeps apart.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,11 +14,12 @@ from autoshard.budget import Budget, Callback
 from autoshard.calibrations import calibrated
 from autoshard.cost import Constants, CostModel
 from autoshard.driver.ledger import Ledger
+from autoshard.host import machine
 from autoshard.journal import Journal
 from autoshard.layout import Candidate
 from autoshard.module import Module
 from experiments.fidelity_parts import sampling
-from experiments.fidelity_parts.store import Case, Store, Task
+from experiments.fidelity_parts.store import Case, Store, Task, seen_on
 
 _BESIDE = {
     "bandwidths": "bandwidth_bytes_per_s",
@@ -56,8 +59,14 @@ def reopened(
 
     Raises:
       OtherProgramsError: of a layout that was measured today's code makes another program, or the
-        sample does not say which it was.
+        sample does not say which it was; or another compiler made the programs.
     """
+    then, now = figures["versions"].get("jaxlib"), seen_on()["versions"]["jaxlib"]
+    if then != now:
+        raise OtherProgramsError(
+            f"{task.case} on {task.devices} devices was measured as jaxlib {then} compiles it, here"
+            f" is {now}: install that one, or delete {_file(task, store)} to measure it anew"
+        )
     cost = CostModel(_constants(figures, task, store))
     ledger = sampling.open_ledger(
         task, case, store, journal, cost, seed=seed, budget=budget, callbacks=callbacks
@@ -76,17 +85,35 @@ def reopened(
         raise OtherProgramsError(
             f"{len(others)} of {measured} programs of {task.case} on {task.devices} devices are not"
             f" those that were measured ({', '.join(others[:5])}): delete"
-            f" {store.result(dataclasses.replace(task, part='sample'))} to measure them anew"
+            f" {_file(task, store)} to measure them anew"
         )
     return ledger
 
 
+def _file(task: Task, store: Store) -> pathlib.Path:
+    return store.result(dataclasses.replace(task, part="sample"))
+
+
 def _constants(figures: Mapping[str, Any], task: Task, store: Store) -> Constants:
     """Those of a sample, completed where nobody asked for some when it was taken."""
-    own = figures["constants"]
+    own = {**figures["constants"], **figures.get("borrowed", {}).get("constants", {})}
     if {field.name for field in dataclasses.fields(Constants)} <= own.keys():
         return Constants.from_json(own)
     return completed(own, calibrated(sampling.target_of(task), store.calibration))
+
+
+def borrowed(figures: Mapping[str, Any], used: Constants) -> dict[str, Any]:
+    """What a sample keeps of constants that it was priced with and that are not its own.
+
+    Returns:
+      {} where all are; else them, and the machine that they are of.
+    """
+    others = {k: v for k, v in used.to_json().items() if k not in figures["constants"]}
+    if not others:
+        return {}
+    before = figures.get("borrowed", {})
+    same = before.get("constants", {}).keys() == others.keys()
+    return {"machine": before["machine"] if same else machine(), "constants": others}
 
 
 def completed(own: dict[str, Any], here: Constants) -> Constants:

@@ -34,7 +34,6 @@ from experiments.fidelity_parts.store import Case, Store, Task
 DRAWN = ("uniform", "near baselines", "near best")
 """Groups of the sample; "top" is rung 1's ten best. Rank correlation is over these and "top"."""
 
-_PATIENCE = 2000  # draws without a new program, after which the space counts as exhausted
 _HEADROOM = 0.05  # of the memory: the default of `autoshard.search`
 
 
@@ -123,7 +122,7 @@ def choose(ledger: Ledger, finalists: Sequence[Candidate], size: Size) -> Sample
             compiling.compile(picks.rows(), 1.0)
             return Sample(programs=tuple(picks.chosen), finalists=standing, whole=True, skipped=0)
         compiling.compile(picks.rows(), 1.0)
-        draws = Draws(ledger, set(), _PATIENCE)
+        draws = Draws(ledger, set())
         best = [ledger.rows[i].candidate for i in top]
         near_best = functools.partial(walk, best)
         kinds: tuple[tuple[str, Draw, int], ...] = (

@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from autoshard import Workload
@@ -156,13 +156,28 @@ def is_unsettled(found: dict[str, Any]) -> bool:
     """
     if any(found.get(name) for name in ("failed", "lost", "undecided")):
         return True
-    fresh = found.get("fresh", ()) if found.get("machine") == machine() else ()
+    fresh = found.get("fresh", ()) if is_from_here(found) else ()
     return any(pairs.is_open(row) for row in (*found.get("rows", ()), *fresh))
+
+
+def is_from_here(found: Mapping[str, Any]) -> bool:
+    """Whether figures are of such a machine as this is, and of the compiler that is here.
+
+    Processes elsewhere say nothing of how the same two programs stand to each other here.
+    """
+    compiler = found.get("versions", {}).get("jaxlib")
+    return bool(found.get("machine") == machine() and compiler == _version("jaxlib"))
+
+
+def seen_on() -> dict[str, Any]:
+    """The machine and the versions that figures are of."""
+    names = ("autoshard", "jax", "jaxlib", "numpy", "scipy", "flax", "optax")
+    versions = {name: version for name in names if (version := _version(name))}
+    return {"machine": machine(), "versions": versions}
 
 
 def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:
     """What every result says of where it comes from."""
-    names = ("autoshard", "jax", "jaxlib", "numpy", "scipy", "flax", "optax")
     return {
         "part": task.part,
         "case": task.case,
@@ -170,12 +185,11 @@ def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:
         "devices": task.devices,
         "scale": scale,
         "seed": seed,
-        "machine": machine(),
+        **seen_on(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_at_start": os.getloadavg()[0],
         "python": platform.python_version(),
-        "versions": {name: version for name in names if (version := _version(name))},
         "model_revision": MODEL_REVISION,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),

@@ -30,7 +30,10 @@ def data_parallel(mesh: AnyMesh, size: PodSize) -> HandStep:
 
 
 def fsdp(mesh: AnyMesh, size: PodSize) -> HandStep:
-    """ZeRO-3 over mesh axis `data`: a layer's parameters are gathered when its turn comes."""
+    """ZeRO-3 (Rajbhandari et al. 2020) over mesh axis `data`.
+
+    A layer's parameters are gathered when its turn comes.
+    """
     return hand_step(Rules(mesh, FULLY_SHARDED, BY_BATCH), size)
 
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.compat.executable import compile_module, float_types, has_host_callback
+from autoshard.compat.executable import (
+    compile_module,
+    compile_options,
+    float_types,
+    has_host_callback,
+)
 from autoshard.module import Module
 from tests import lowered
 
@@ -216,3 +223,18 @@ def test_host_callbacks_are_seen(odd):
     module = lowered.lower(chatty, (np.float32(1),), (sharding,), lowered.ONE, 1)
     assert has_host_callback(module)
     assert not has_host_callback(odd[0])
+
+
+def test_only_a_tpu_gets_many_parameters_as_one_tuple():
+    """As jit compiles it: another program, with another peak, would be judged than the one run."""
+    one = lowered.train_module()
+    many = (one.inputs[0],) * 2001
+    for platform, inputs, tupled in (
+        ("tpu", many, True),
+        ("tpu", many[1:], False),
+        ("cpu", many, False),
+        ("cuda", many, False),
+    ):
+        module = dataclasses.replace(one, platform=platform, inputs=inputs)
+        options = compile_options(module, range(one.device_count))
+        assert options.parameter_is_tupled_arguments is tupled

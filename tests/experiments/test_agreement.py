@@ -3,15 +3,19 @@
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from autoshard.cost import CostModel
 from autoshard.driver.ledger import Row
 from autoshard.layout import Candidate, Layout
 from autoshard.strategy import baselines
 from autoshard.trial import Estimate, Failure, Kind, Rung, Stage
 from experiments.agreement import Point, figures_of, summary, tau, walk
-from tests.analysed import subject
+from experiments.draws import Draws, uniform
+from tests.analysed import CONSTANTS, subject
 
 LIMIT, USABLE = 1000, 1050
 
@@ -90,6 +94,17 @@ def test_of_the_best_those_that_the_compiler_refuses_are_compared_by_what_it_say
     with_small = summary([*points, small], LIMIT, USABLE)
     assert with_small["tau_peak_memory_bytes"]["tau"] == pytest.approx(0.0)
     assert figures_of(refused)["rung2"]["missing_bytes"] == 100
+
+
+def test_draws_end_where_nothing_new_fits() -> None:
+    """As a device that holds no layout's state has it, or a space that was drawn whole."""
+    one = subject("scanned_mlp")
+    ledger: Any = SimpleNamespace(
+        subjects=[one], seed=0, limit_bytes=0, cost=CostModel(CONSTANTS), rows=[]
+    )
+    draws = Draws(ledger, set())
+    assert list(draws.rows(uniform)) == [] and draws.skipped > 0
+    assert ledger.rows == []
 
 
 def test_walks_stay_in_the_space_and_depend_on_the_seed_alone() -> None:

@@ -54,6 +54,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[
                     "planned": kept.planned(HAND),
                     "seed": seed,
                     "limit_s": limit_s,
+                    **store.seen_on(),
                 }
                 store.write(hand.row_file(kept, HAND, layout), row)
             return "its process ended with code 1"
@@ -122,6 +123,36 @@ def test_about_a_ratio_near_one_four_processes_are_asked(
     assert by_hand(["fsdp 1x2"], ratio=1.01) == ["fsdp 1x2"] * 4 + ["data parallel"]
 
 
+def test_a_comparison_stays_with_its_machine_and_one_that_goes_on_elsewhere_begins_anew(
+    by_hand: Callable[..., list[str]], kept: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, here = ["fsdp 1x2", "data parallel"], store.machine()
+    assert by_hand(both, ratio=1.01, dies=3) == ["fsdp 1x2"] * 3 + ["data parallel"] * 4
+    found = store.read(kept.result(HAND))
+    assert found is not None and found["rows"][0]["processes"] == [20] * 2
+    for row in found["rows"]:  # as it was written before rows said it
+        del row["machine"], row["versions"]
+    store.write(kept.result(HAND), found)
+    monkeypatch.setattr(store, "machine", lambda: "another")
+    assert by_hand(both, ratio=1.01) == ["fsdp 1x2"] * 4
+    found = store.read(kept.result(HAND))
+    assert found is not None and found["machine"] == "another"
+    assert [row["machine"] for row in found["rows"]] == ["another", here]
+    assert [row["processes"] for row in found["rows"]] == [[20] * 4] * 2
+    assert all(row["versions"]["jaxlib"] for row in found["rows"])
+
+
+def test_processes_of_two_compilers_are_not_taken_together(
+    by_hand: Callable[..., list[str]], kept: Store
+) -> None:
+    by_hand(["fsdp 1x2"], ratio=1.01, dies=3)
+    found = store.read(kept.result(HAND))
+    assert found is not None
+    found["rows"][0]["versions"]["jaxlib"] = "0.0.1"
+    store.write(kept.result(HAND), found)
+    assert by_hand(["fsdp 1x2"], ratio=1.01)[:4] == ["fsdp 1x2"] * 4
+
+
 def test_the_plan_runs_beside_a_step_by_hand(
     kept: Store, searched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +175,7 @@ def test_the_plan_runs_beside_a_step_by_hand(
     hand.compare_one(task, TinyCase(), kept, "x", seed=0, limit_s=0.01)
     row = store.read(hand.row_file(kept, task, "x"))
     assert row is not None and row["ratio"] > 0 and row["layout"] == "x"
+    assert row["machine"] == store.machine() and row["versions"]["jax"] == jax.__version__
     assert len(row["first_s"]) == len(row["second_s"]) >= 20
     hand.compare_one(task, TinyCase(), kept, "x", seed=0, limit_s=0.01)
     again = store.read(hand.row_file(kept, task, "x"))

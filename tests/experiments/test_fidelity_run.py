@@ -48,6 +48,8 @@ def test_what_tries_the_machinery_neither_counts_nor_comes_onto_the_page(
         ("--short", "shrunk-short"),
         ("--scale=small", "small"),
         ("--rounds=2", "shrunk-2-rounds"),
+        ("--seed=1", "shrunk-seed-1"),
+        ("--out=runs/fidelity-elsewhere/results", "elsewhere"),
     ):
         subprocess.run(
             [sys.executable, "-m", "experiments.fidelity", "--part=report", flag],
@@ -317,17 +319,34 @@ def test_a_case_goes_through_search_sample_and_report(
             assert after[rung]["time_s"] == pytest.approx(before[rung]["time_s"])
             assert after[rung]["peak_memory_bytes"] == before[rung]["peak_memory_bytes"]
 
-    # The constants are the sample's, and this machine's where it has none.
+    # The constants are the sample's, and this machine's where it has none: those are kept apart.
     constants = {**anew["constants"], "contract_flops_per_s": 1.0}
     del constants["folds_sums"]
     store.write(path, {**anew, "constants": constants})
     predicting.run(task, case, kept, **options)
     lacking = store.read(path)
     assert lacking is not None
-    assert lacking["constants"] == {**anew["constants"], "contract_flops_per_s": 1.0}
+    assert lacking["constants"] == constants and "borrowed" not in anew
+    others = {"folds_sums": anew["constants"]["folds_sums"]}
+    assert lacking["borrowed"] == {"machine": store.machine(), "constants": others}
     for before, after in zip(anew["programs"], lacking["programs"], strict=True):
         for rung in ("rung1", "rung2"):
             assert after[rung]["time_s"] > 1000 * before[rung]["time_s"]
+
+    # What was borrowed once is borrowed from no other machine the next time.
+    with monkeypatch.context() as patch:
+        patch.setattr(reopening, "machine", lambda: "another")
+        patch.setattr(reopening, "calibrated", None)
+        predicting.run(task, case, kept, **options)
+    assert store.read(path) == lacking
+
+    # Times are of programs as one compiler makes them.
+    of_another = {**lacking, "versions": {**lacking["versions"], "jaxlib": "0.0.1"}}
+    store.write(path, of_another)
+    with pytest.raises(reopening.OtherProgramsError, match=r"as jaxlib 0\.0\.1 .*sample\.json"):
+        predicting.run(task, case, kept, **options)
+    assert store.read(path) == of_another
+    store.write(path, lacking)
 
     # Nor is one without a prediction left out of the figures unseen.
     failed = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="it died")
@@ -410,9 +429,10 @@ def test_a_process_that_fails_costs_its_own_pairs_alone(
     assert asked == [1, 2, 3] and some["why"] == "it died" and not some["failed"]
     assert some["processes"] == (20, 20) and not some["decided"] and pairs.is_open(some)
     # It is asked on where the sample was taken, and there alone.
-    result = {"part": "sample", "failed": "", "machine": store.machine(), "fresh": [some]}
+    result = {"part": "sample", "failed": "", "fresh": [some], **store.seen_on()}
     assert store.is_unsettled(result)
     assert not store.is_unsettled({**result, "machine": "another"})
+    assert not store.is_unsettled({**result, "versions": {"jaxlib": "0.0.1"}})
     more = paired([*pairs.parts_of(some), pairs.of_process([1.0] * 20, [1.0] * 20)])
     assert asked == [4] and more["decided"] and len(more["processes"]) == 4
     assert not pairs.is_open(more)

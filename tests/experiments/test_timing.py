@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from autoshard.errors import WorkerError
 from autoshard.trial import Failure, Kind, Stage
 from experiments.fidelity_parts import timing
 
@@ -72,6 +73,17 @@ def test_a_program_that_breaks_says_so_and_the_others_go_on() -> None:
     assert len(ran["a"].samples_s) == 6
     assert ran["b"].failure is not None and ran["b"].samples_s == ()
     assert ran["c"].failure is not None and ran["c"].failure.message == "broke"
+
+
+def test_rounds_that_end_early_are_no_sample() -> None:
+    class Ending(FakeBench):
+        def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
+            if len(self.runs) == 10:
+                raise WorkerError("no process can be started")
+            return super().run(name, steps)
+
+    with pytest.raises(timing.MeasuringError, match="after 3 of 6 rounds: no process"):
+        in_rounds(Ending({"a": 0.1, "b": 0.2}, {}), 6)
 
 
 def test_fresh_pairs_take_the_bench_s_own_times() -> None:

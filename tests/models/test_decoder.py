@@ -33,6 +33,17 @@ def test_a_position_sees_only_the_past():
     assert (changed[7:] > 0).all()
 
 
+@pytest.mark.parametrize("scanned", [True, False])
+def test_a_decoder_of_another_precision_is_called_as_its_loss_calls_it(scanned):
+    model = Decoder(DecoderConfig(**SMALL, scanned=scanned, dtype="bfloat16"))
+    logits = model(tokens()[:, :12])
+    assert logits.dtype == jnp.bfloat16
+    targets = jnp.take_along_axis(
+        jax.nn.log_softmax(logits.astype(jnp.float32)), tokens()[:, 1:, None], axis=-1
+    )
+    np.testing.assert_allclose(-jnp.mean(targets), loss(model, tokens())[0], rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_scanned_equals_unrolled():
     scanned = Decoder(DecoderConfig(**SMALL, scanned=True))

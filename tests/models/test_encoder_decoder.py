@@ -189,5 +189,9 @@ def test_bad_sizes_are_refused():
         dataclasses.replace(SMALL, vocab_size=257)
     with pytest.raises(ValueError, match="do not fit into window=7"):
         dataclasses.replace(SMALL, window=7)
+    with pytest.raises(ValueError, match="buckets=2 must be at least 4"):
+        EncoderDecoderConfig(buckets=2)
+    with pytest.raises(ValueError, match="longest=16 more than half"):
+        EncoderDecoderConfig(buckets=32, longest=16)
     with pytest.raises(ValueError, match="remat='some'"):
         dataclasses.replace(SMALL, remat="some")

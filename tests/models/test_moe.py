@@ -140,6 +140,10 @@ def test_mixtral_has_the_published_number_of_parameters():
     assert sum(x.size for x in jax.tree.leaves(params)) == 46_702_792_704
 
 
+def test_the_sizes_it_has_of_itself_go_together():
+    assert MixtureConfig().capacity <= MixtureConfig().group
+
+
 def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match="experts_per_token=5 exceeds experts=4"):
         dataclasses.replace(SMALL, experts_per_token=5)

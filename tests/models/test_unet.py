@@ -100,7 +100,9 @@ def test_the_hook_sees_each_activation_with_its_rank():
 
 
 def test_bad_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"width=18 must be even and a multiple of groups=4"):
+    with pytest.raises(ValueError, match=r"width=18 must be even, .* a multiple of groups=4"):
         UNetConfig(width=18)
+    with pytest.raises(ValueError, match=r"width=2 must be even, at least 4"):
+        UNetConfig(width=2, groups=2)  # one frequency, of nothing
     with pytest.raises(ValueError, match=r"image=9 must be a multiple of 2"):
         UNetConfig(image=9)
