@@ -60,7 +60,7 @@ def run(
         return bool(row["decided"] or row["limit_s"] >= limit_s)
 
     kept = read(store.result(task)) or {}
-    # Rows did not say it themselves before 2026-11-28.
+    # Rows did not say it themselves before docs/decisions/0045.
     of_all = {name: kept[name] for name in ("machine", "versions") if name in kept}
     before = {row["layout"]: of_all | row for row in kept.get("rows", ())}
     rows = []
