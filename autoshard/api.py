@@ -114,7 +114,7 @@ def search(
         tell(0, "tracing the step")
         programs, notes = trace_all(model_fn, knobs, keep_constraints)
         if shows := dict.fromkeys(line for program in programs for line in program.shows):
-            notes.append(f"the plan's step shows no values, as yours does at {', '.join(shows)}")
+            notes.append(f"the plan shows no values, as your code does at {', '.join(shows)}")
         if target.is_here and budget.profiles:
             check_samples(programs, seed)
         as_subject = functools.partial(make_subject, target=target, mesh_shape=mesh_shape, fix=fix)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
@@ -211,13 +212,31 @@ class Journal:
 
     def _write(self, record: dict[str, object]) -> None:
         if self._file is not None:
-            self._file.write(_line(record))
+            with self._losing():
+                self._file.write(_line(record))
 
     def sync(self) -> None:
         """Makes everything written so far survive a power cut."""
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with self._losing():
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Goes on in memory alone, with a warning, where the file takes nothing more."""
+        try:
+            yield
+        except OSError as error:
+            file, self._file = self._file, None
+            warnings.warn(
+                f"{self.path} cannot be written any more ({error}): the search goes on, but could"
+                " not be gone on with from here",
+                stacklevel=2,
+            )
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
 
     def find(self, key: str) -> Outcome | None:
         """The outcome recorded under a key."""
@@ -280,7 +299,8 @@ class Journal:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._losing():
+                self._file.close()
             self._file = None
 
 

@@ -67,7 +67,8 @@ class Program:
       state, batch, metrics: the leaves, in flat order.
       state_tree, batch_tree, metrics_tree: the pytrees of those leaves.
       knobs: the knob values it was made with.
-      shows: source lines of what only shows values (jax.debug.print), which no step has any more.
+      shows: source lines of what only shows values (jax.debug.print), which neither step nor init
+        has any more.
       keeps_constraints: `step` still has the user's own constraints.
       returns_state: False for an evaluation function, whose results are all metrics.
     """
@@ -128,8 +129,8 @@ def trace(
 
     Raises:
       WorkloadError: not a Workload; a state that changes structure, shape or dtype; rbg keys; a
-        mesh of Explicit axes that is set; a step that only this process can run; state that is kept
-        in the host's memory.
+        mesh of Explicit axes that is set; a step or an init that only this process can run; state
+        that is kept in the host's memory.
       Exception: whatever the user's own functions raise while traced, with their traceback.
     """
     if not isinstance(workload, Workload):
@@ -149,7 +150,9 @@ def trace(
             + (f" of {len(out)}" if isinstance(out, tuple) else "")
         )
     closed, shows = process_bound.without_prints(refs.written_out(closed))
-    _check_process(closed)
+    made, shown = process_bound.without_prints(refs.written_out(made))
+    for word, traced in (("init", made), ("step", closed)):
+        _check_process(word, traced)
     state, state_tree = _leaves("state", state_shapes)
     _check_memories(state, made, closed)
     batch, batch_tree = _leaves("batch", batch_shapes)
@@ -183,7 +186,7 @@ def trace(
         batch_tree=batch_tree,
         metrics_tree=metrics_tree,
         knobs=knobs,
-        shows=shows,
+        shows=(*shown, *shows),
         keeps_constraints=keep_constraints,
     )
 
@@ -294,12 +297,12 @@ def _check_state(state: tuple[Leaf, ...], tree: PyTreeDef, new_shapes: object) -
             )
 
 
-def _check_process(closed: jaxprs.ClosedJaxpr) -> None:
+def _check_process(word: str, closed: jaxprs.ClosedJaxpr) -> None:
     if found := process_bound.bound(closed):
         raise WorkloadError(
-            "step cannot be compiled and measured by other processes, nor for hardware that is not"
-            f" here: {'; '.join(found[:5])}. Leave that out of the step that is searched (a switch"
-            " in model_fn), or take what JAX computes itself in its place"
+            f"{word} cannot be compiled and measured by other processes, nor for hardware that is"
+            f" not here: {'; '.join(found[:5])}. Leave that out of what is searched (a switch in"
+            " model_fn), or take what JAX computes itself in its place"
         )
 
 

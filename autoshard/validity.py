@@ -20,6 +20,7 @@ from autoshard.plan_file import PlanRecord, describe_target, differences, read_p
 from autoshard.program import trace
 from autoshard.report.words import mebibytes
 from autoshard.rungs.compile_job import compile_in_process, compile_on, request_for
+from autoshard.rungs.worker import close_worker_here
 from autoshard.subjects import ModelFn, knob_values, make_subject
 from autoshard.target import Target
 from autoshard.topology import arrangement, parse_topology
@@ -173,9 +174,11 @@ def _compiled_differences(
         module = lower_step(subject.analysis_for(record.candidate.layout), specs, target)
     if target.platform == "cpu" or not target.is_here:
         with tempfile.TemporaryDirectory(prefix="autoshard-") as folder:
-            result = compile_in_process(
-                request_for(module, target, folder, Budget().compile_seconds)
-            )
+            request = request_for(module, target, folder, Budget().compile_seconds)
+            try:
+                result = compile_in_process(request)
+            finally:
+                close_worker_here()
     else:
         result = compile_on(module, target.placed(module.mesh))
     if isinstance(result, Failure):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from experiments import checkpoints
@@ -88,7 +89,7 @@ def train(
       log: is given one line of text every `log_every` steps.
       figures: file that takes the log, one line of JSON each, before the checkpoint is saved.
       checkpoint_folder: where the last state is saved with orbax, named by the steps behind it;
-        also if the figures cannot be written.
+        also if the figures cannot be written, and whatever ends the loop before its time.
     """
     figures = figures and _vacant(figures)
     checkpoint = checkpoint_folder and _vacant(checkpoint_folder / f"{done + steps:06d}")
@@ -115,14 +116,35 @@ def train(
             log(_text(line, unit))
             timed_steps, timed_s = 0, 0.0
 
+    def keep() -> None:
+        try:
+            if figures is not None:
+                figures.parent.mkdir(parents=True, exist_ok=True)
+                lines = [json.dumps(dataclasses.asdict(line)) for line in history]
+                figures.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                log(f"figures: {figures}")
+        finally:
+            if checkpoint is not None:
+                checkpoints.save(checkpoint, state)
+                log(f"checkpoint: {checkpoint}")
+
     step, loss = done, float("nan")
-    for step, batch in enumerate(itertools.islice(batches, steps), start=done + 1):
-        started = time.perf_counter()
-        state, metrics = plan.step(state, plan.put(batch))
-        loss = float(metrics["loss"])  # waits, so that the clock sees the step
-        if step > done + 1:  # the first step may compile
-            timed_steps, timed_s = timed_steps + 1, timed_s + time.perf_counter() - started
-        report(step, loss, last=step == done + steps)
+    try:
+        for number, batch in enumerate(itertools.islice(batches, steps), start=done + 1):
+            started = time.perf_counter()
+            state, metrics = plan.step(state, plan.put(batch))
+            step = number
+            loss = float(metrics["loss"])  # waits, so that the clock sees the step
+            if step > done + 1:  # the first step may compile
+                timed_steps, timed_s = timed_steps + 1, timed_s + time.perf_counter() - started
+            report(step, loss, last=step == done + steps)
+    except BaseException:
+        leaves = jax.tree.leaves(state)
+        donated = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+        if step > done and not donated:
+            checkpoint = checkpoint_folder and _vacant(checkpoint_folder / f"{step:06d}")
+            keep()
+        raise
 
     if step < done + steps:
         log(f"the batches ended after {step - done} of {steps} steps")
@@ -130,16 +152,7 @@ def train(
         missed = evaluation is not None and history and history[-1].validation_loss is None
         if history and (missed or history[-1].step < step):
             report(step, loss, last=True)
-    try:
-        if figures is not None:
-            figures.parent.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps(dataclasses.asdict(line)) for line in history]
-            figures.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            log(f"figures: {figures}")
-    finally:
-        if checkpoint is not None:
-            checkpoints.save(checkpoint, state)
-            log(f"checkpoint: {checkpoint}")
+    keep()
     return state, history
 
 

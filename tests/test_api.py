@@ -89,7 +89,10 @@ def test_the_winner_is_the_best_measured_and_the_ranking_holds_only_what_fits(se
 def test_the_callbacks_hear_of_every_stage(searched):
     stages = [e.stage for e in searched.events]
     assert list(dict.fromkeys(stages)) == list(Stage)
-    assert all(0 <= e.done <= max(e.total, e.done) and e.text for e in searched.events)
+    assert all(e.done >= 0 and e.total > 0 and e.text for e in searched.events)
+    assert all(e.done <= e.total for e in searched.events if e.stage is not Stage.PROPAGATE), (
+        "the baselines alone may be more than the budget of candidates"
+    )
     assert searched.events[0].best_s is None and searched.events[-1].best_s > 0
 
 
@@ -575,3 +578,22 @@ def test_labels_of_64_bits_are_held_in_32_as_jit_holds_them(calibration):
     assert np.isfinite(metrics["loss"])
     evaluated = plan.jit(lambda state, batch: jnp.max(batch["label"]))(state, drawn(3))
     assert evaluated == drawn(3)["label"].max()
+
+
+def test_the_seed_reaches_the_strategy(calibration):
+    seeds = []
+
+    class Recording:
+        def ask(self, space, seed, history):
+            seeds.append(seed)
+            return ()
+
+    autoshard.search(
+        workloads.mlp,
+        DEVICES,
+        budget=workloads.UNMEASURED,
+        strategy=Recording(),
+        seed=7,
+        calibration=calibration,
+    )
+    assert seeds and set(seeds) == {7}

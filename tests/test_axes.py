@@ -256,11 +256,15 @@ def test_the_factors_of_a_dimension_multiply_to_its_size(name: str) -> None:
     sites = analysis.sites.sites
     known = {a.name: a for a in analysis.axes.axes}
     held = [
-        *zip([x.shape for x in analysis.program.inputs], analysis.axes.inputs, strict=True),
+        *(
+            ((*x.shape, 2) if x.is_key else x.shape, dims)
+            for x, dims in zip(analysis.program.inputs, analysis.axes.inputs, strict=True)
+        ),
         *((sites[i].shape, dims) for i, dims in analysis.axes.sites.items()),
     ]
     for shape, dims in held:
-        for n, dim in zip(shape, dims, strict=False):
+        assert len(dims) == len(shape)
+        for n, dim in zip(shape, dims, strict=True):
             if n > 1:
                 assert _size(dim) == n
             for axis, size in dim:

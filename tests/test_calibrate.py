@@ -24,6 +24,7 @@ from autoshard.calibrate import (
 from autoshard.calibrations import calibrated
 from autoshard.catalogue import catalogue
 from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants
+from autoshard.host import cores
 from autoshard.probes import Effort, on_accelerator
 from autoshard.target import find_target
 
@@ -59,7 +60,7 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     assert 0 <= constants.degenerate_s < 1e-7 and 0 <= constants.degenerate_across_s < 1e-7
     assert 0 < constants.turned_flops_per_s < constants.contract_flops_per_s
     assert 0 < constants.unvectorized_flops_per_s <= constants.element_flops_per_s
-    assert constants.loop_parts >= 1
+    assert (constants.loop_parts > 1) == (cores() > 1)
     assert 0 < constants.array_s < 1e-4
     assert constants.gathers_by_dimension
     assert {(x.kind, x.group_size) for x in constants.links} == {
@@ -213,9 +214,8 @@ def test_a_product_summed_beside_one_element_costs_what_one_beside_two_does_not(
 
 
 def test_the_file_holds_date_digest_and_identity(constants, calibration):
-    (path,) = [
-        p for p in calibration.iterdir() if json.loads(p.read_text())["digest"] == constants.digest
-    ]
+    files = calibration.glob("calibration-*.json")  # others may be writing theirs
+    (path,) = [p for p in files if json.loads(p.read_text())["digest"] == constants.digest]
     data = json.loads(path.read_text())
     assert data["date"] == constants.date
     assert jax.__version__ in data["identity"] and "|8|" in data["identity"]

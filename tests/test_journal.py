@@ -1,6 +1,9 @@
 import dataclasses
+import errno
 import json
+import os
 import pathlib
+import warnings
 from typing import Any
 
 import pytest
@@ -293,3 +296,29 @@ def test_a_journal_serves_one_search_at_a_time(tmp_path) -> None:
     first.close()
     with opened(path) as second:
         assert second.attempts("key") == 1
+
+
+@pytest.mark.parametrize("call", ["fsync", "write"])
+def test_a_disk_that_is_full_costs_the_journal_and_no_search(tmp_path, monkeypatch, call):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "j.jsonl"
+    journal = Journal(path)
+    journal.started("a", {})
+    before = path.read_bytes()
+    if call == "fsync":
+        monkeypatch.setattr(os, "fsync", full)
+    else:
+        monkeypatch.setattr(journal._file, "write", full, raising=False)
+    with pytest.warns(UserWarning, match=r"j\.jsonl cannot be written any more .*No space left"):
+        journal.started("b", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        journal.started("c", {})
+        journal.close()
+    assert [journal.attempts(key) for key in "abc"] == [1, 1, 1]
+    assert path.read_bytes().startswith(before)
+    monkeypatch.undo()
+    with opened(path) as again:
+        assert again.attempts("a") == 1

@@ -1,7 +1,5 @@
 """Kernels read from a module: operations, trip counts, live ranges, against counts by hand."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,7 +184,6 @@ def test_tables_are_consistent(name: str) -> None:
     program = subject(name).analysis.program
     for value, leaf in zip(kernels.argument_values, program.inputs, strict=True):
         assert kernels.value_bytes[value] == leaf.bytes
-        assert math.prod(leaf.shape) >= 0
 
 
 @pytest.mark.parametrize(

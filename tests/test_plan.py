@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard import checked
 from autoshard.errors import PlanError, WorkloadError
 from autoshard.lowering import lower_step
 from autoshard.plan import Evidence, Plan, _number
@@ -319,6 +320,56 @@ def test_a_plan_is_checked_where_it_runs(plan):
     assert report.passed and report.steps == 2
     assert {leaf.path for leaf in report.state} == {leaf.path for leaf in plan.program.state}
     assert 0 < report.worst.error < 1e-4
+
+
+def test_a_check_takes_the_steps_and_the_batches_it_is_asked_for(fsdp, monkeypatch):
+    seeds = []
+    made = checked.make_inputs
+
+    def recorded(program, target, seed, steps):
+        seeds.append((seed, steps))
+        return made(program, target, seed, steps)
+
+    monkeypatch.setattr(checked, "make_inputs", recorded)
+    assert fsdp.check(steps=3, seed=5).steps == 3
+    assert seeds == [(5, 3)]
+
+
+def test_in_a_job_of_many_processes_each_gives_its_part_of_the_batch(fsdp, monkeypatch):
+    given = []
+
+    def from_parts(sharding, part, shape):
+        given.append((sharding, part, shape))
+        return part
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "make_array_from_process_local_data", from_parts)
+    mine = jax.tree.map(lambda x: np.asarray(x[: len(x) // 2]), workloads.batch_of(0))
+    put = fsdp.put(mine)
+    jax.tree.map(np.testing.assert_array_equal, put, mine)
+    assert [sharding for sharding, _, _ in given] == jax.tree.leaves(fsdp.batch_shardings)
+    assert [shape for _, _, shape in given] == [leaf.shape for leaf in fsdp.program.batch]
+
+
+def test_no_device_holds_the_whole_of_the_state_while_it_is_made(fsdp, monkeypatch):
+    made = []
+    compile_ = jax.stages.Lowered.compile
+
+    def compile_and_keep(lowered):
+        made.append(compile_(lowered))
+        return made[-1]
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_keep)
+    monkeypatch.setattr(jax, "device_put", None)
+    fsdp.init()
+    (one,) = made
+    memory = one.memory_analysis()
+    parts = sum(
+        np.prod(s.shard_shape(leaf.shape), dtype=int) * leaf.dtype.itemsize
+        for leaf, s in zip(fsdp.program.state, jax.tree.leaves(fsdp.state_shardings), strict=True)
+    )
+    assert parts < fsdp.program.state_bytes / 4
+    assert memory.output_size_in_bytes == pytest.approx(parts, rel=0.1)
 
 
 def test_a_step_with_manual_regions_is_checked_against_the_same_with_nothing_divided():

@@ -19,6 +19,7 @@ from autoshard.plan import Evidence, Plan
 from autoshard.plan_file import describe_target, read_plan, write_plan
 from autoshard.program import trace
 from autoshard.rungs import compile_job
+from autoshard.rungs import worker as worker_module
 from autoshard.rungs.compile_job import CompileResult
 from autoshard.strategy import baselines
 from autoshard.subjects import make_subject
@@ -508,3 +509,18 @@ def test_a_fixed_axis_that_divides_nothing_at_rest_comes_back(tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(PlanError, match="shards nothing"):  # as files from before it was kept
         autoshard.load_plan(path, model_fn, DEVICES)
+
+
+def test_loading_leaves_no_process_behind(searched, tmp_path):
+    searched.plan.save(tmp_path / "plan.json")
+    made = []
+    start = worker_module.WorkerProcess._start
+
+    def started(worker):
+        made.append(start(worker))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module.WorkerProcess, "_start", started)
+        autoshard.load_plan(tmp_path / "plan.json", workloads.mlp, jax.devices())
+    assert made and all(child.process.poll() is not None for child in made)

@@ -158,9 +158,7 @@ def test_a_wave_of_which_one_failed_is_not_tried_with_it_again(searched, counted
     assert counted["race"] == 1
 
 
-def test_another_program_seed_or_calibration_shares_no_key(
-    searched, counted, tmp_path, calibration
-):
+def test_another_program_shares_no_key(searched, counted, tmp_path, calibration):
     journal = tmp_path / "j.jsonl"
     journal.write_bytes(searched.journal.read_bytes())
     before = len(lines(journal))

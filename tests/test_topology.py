@@ -11,9 +11,9 @@ import pytest
 from hypothesis import strategies as st
 
 from autoshard.catalogue import catalogue
-from autoshard.compat.compilers import compiler_version
 from autoshard.errors import TargetError
 from autoshard.topology import MAX_DEVICES, Position, at_least, parse_topology
+from tests import hardware
 
 CHIPS = catalogue()
 DCN = CHIPS["v5p"].link("dcn")
@@ -344,8 +344,7 @@ print("ANSWER" + json.dumps(answers))
 def ask(*topologies, compile=False):
     """What the compilers say of topologies; skips where one is not installed."""
     for platform in {t.chip.platform for t in topologies}:
-        if compiler_version(platform) is None:
-            pytest.skip(f"needs the compiler for {platform}: pip install 'autoshard[{platform}]'")
+        hardware.needs(platform)
     task = [(t.chip.platform, t.compiler_name, t.compiler_options) for t in topologies]
     done = subprocess.run(
         [sys.executable, "-c", ASK],

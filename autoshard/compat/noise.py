@@ -36,13 +36,15 @@ def start_jax() -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Holds back what is written to descriptor 2 inside, then sorts it as above."""
-    try:
-        sys.stderr.flush()
-        kept = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # no descriptor 2, or a closed stream
-        yield
-        return
-    with tempfile.TemporaryFile() as held:
+    with contextlib.ExitStack() as stack:
+        try:
+            sys.stderr.flush()
+            held = stack.enter_context(tempfile.TemporaryFile())
+            kept = os.dup(2)
+        except (OSError, ValueError, AttributeError):
+            # No descriptor 2, a closed stream, or no folder to write to.
+            yield
+            return
         os.dup2(held.fileno(), 2)
         try:
             yield

@@ -19,6 +19,7 @@ _PRINTS = frozenset({"debug_callback", "debug_print", "inspect_sharding"})
 _BOUND = {
     "pure_callback": "calls a Python function",
     "io_callback": "calls a Python function",
+    "buffer_callback": "calls a Python function",
     "custom_partitioning": "is divided by Python functions (custom_partitioning; cuDNN's attention"
     " in JAX is such)",
     "ffi_call": "calls a routine that this process registered (jax.ffi)",

@@ -16,10 +16,13 @@ from autoshard.rungs.bench import Bench, Benches, runs_ahead
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.checking import Finalist, Touching
 from autoshard.rungs.inputs import Inputs, make_inputs
-from autoshard.rungs.race import Footprint, RaceSettings
+from autoshard.rungs.race import INTERRUPTED, Footprint, RaceSettings
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
 
 _BATCHES = 2
+_AHEAD = 2
+"""How steps that run ahead are timed: part of a journal's keys. 2 since docs/decisions/0046."""
+
 _APART = 1 << 20
 """Between the rounds of groups that are raced apart: their samples must not pair up."""
 
@@ -180,6 +183,8 @@ class Measuring:
         records.measured(judged, first_round)
         ranked = [names[n] for n in judged.ranking]
         self._rank(ranked)  # whatever interrupts what follows, this is known
+        if judged.why_it_ended == INTERRUPTED:
+            raise KeyboardInterrupt
         if judged.cut_short and judged.why_it_ended != "stopped":
             ledger.notes.append(f"measuring ended early: {judged.why_it_ended[:500]}")
         ledger.tell(Stage.PROFILE, len(judged.outcomes), len(racing), "measured")
@@ -267,7 +272,7 @@ class Measuring:
             seed=ledger.seed,
             init=self._inputs_of(row).init.digest,
             synthetic=workload.sample is None,
-            ahead=runs_ahead(ledger.target.platform),
+            ahead=_AHEAD if runs_ahead(ledger.target.platform) else False,
         )
 
     def _about(self, keys: Sequence[str], inputs: Inputs) -> dict[str, object]:

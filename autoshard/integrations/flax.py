@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol  # the user's own pytrees have n
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from autoshard.errors import WorkloadError
 from autoshard.workload import Workload
@@ -144,10 +145,11 @@ def linen_workload(
 
     Args:
       module: the "params" collection is trained; every other collection that `init` makes is
-        carried along, and mutable in the loss.
+        carried along, and mutable in the loss, but for what `sow` makes longer with each call.
       loss: (apply, batch) -> (scalar to minimise, dict of further metrics). `apply` is
         `module.apply` with variables, keys and mutable collections filled in; each call sees
-        what the one before it changed.
+        what the one before it changed. With `mutable`, a name or several of collections, it returns
+        (output, what these hold), as `module.apply` does: so what is sown can be read.
       optimizer: an optax GradientTransformation, or what looks like one.
       batch: pytree of `jax.ShapeDtypeStruct`, the global batch.
       inputs: batch -> positional arguments of `module.init`.
@@ -166,7 +168,7 @@ def linen_workload(
     def init() -> TrainState:
         variables = _unbox(_init_linen(module, batch, inputs, rngs, seed, init_kwargs))
         extra: dict[str, Any] = {
-            "collections": {k: v for k, v in variables.items() if k != "params"}
+            "collections": {k: v for k, v in variables.items() if k not in ("params", *sown)}
         }
         if rngs:
             extra["rngs"] = {name: jax.random.key(seed + 1 + i) for i, name in enumerate(rngs)}
@@ -176,22 +178,27 @@ def linen_workload(
         def run(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
             current = dict(extra)
 
-            def apply(*args: Any, **kwargs: Any) -> Any:
+            def apply(*args: Any, mutable: str | Sequence[str] | None = None, **kwargs: Any) -> Any:
                 keys = {}
                 if rngs:
                     split = {name: jax.random.split(key) for name, key in current["rngs"].items()}
                     current["rngs"] = {name: pair[0] for name, pair in split.items()}
                     keys = {name: pair[1] for name, pair in split.items()}
                 collections = current["collections"]
+                asked = _several(mutable or ())
                 output, changed = module.apply(
                     {"params": params, **collections},
                     *args,
                     rngs=keys,
-                    mutable=list(collections),
+                    mutable=[*collections, *asked],
                     **kwargs,
                 )
-                current["collections"] = {**collections, **_unbox(changed)}
-                return output
+                changed = _unbox(changed)
+                kept = {k: v for k, v in changed.items() if k in collections}
+                current["collections"] = {**collections, **kept}
+                if mutable is None:
+                    return output
+                return output, {k: v for k, v in changed.items() if k in asked}
 
             value, metrics = loss(apply, batch)
             return value, (current, {"loss": value, **metrics})
@@ -200,12 +207,14 @@ def linen_workload(
         return gradients, new_extra, metrics
 
     boxed = jax.eval_shape(lambda: _init_linen(module, batch, inputs, rngs, seed, init_kwargs))
+    sown = _sown(module, boxed, batch, inputs, rngs, init_kwargs)
+    names = {k: v for k, v in boxed.items() if k not in sown}
     return Workload(
         step=_step(gradient, optimizer, accumulate, batch),
         init=init,
         batch=batch,
         sample=sample,
-        axis_names=_mirrored(_linen_names(boxed), jax.eval_shape(init)),
+        axis_names=_mirrored(_linen_names(names), jax.eval_shape(init)),
     )
 
 
@@ -223,6 +232,7 @@ def linen_variables(
 
     rngs = _several(rngs)
     boxed = jax.eval_shape(lambda: _init_linen(module, batch, inputs, rngs, 0, init_kwargs))
+    boxed = {k: v for k, v in boxed.items() if k in ("params", *state.extra["collections"])}
     return meta.replace_boxed(boxed, {"params": state.params, **state.extra["collections"]})
 
 
@@ -330,6 +340,42 @@ def _init_linen(
     return module.init(keys, *inputs(zeros), **init_kwargs)
 
 
+def _sown(
+    module: Any, boxed: Any, batch: Any, inputs: Any, rngs: Sequence[str], init_kwargs: Any
+) -> frozenset[str]:
+    """Collections that another call makes longer: `sow` adds to what it is given."""
+    held = {
+        name: collection
+        for name, collection in _unbox(boxed).items()
+        if name != "params" and _has_tuples(collection)
+    }
+    if not held:
+        return frozenset()
+
+    def again(variables: Any) -> Any:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+        keys = {name: jax.random.key(0) for name in ("params", *rngs)}
+        return module.apply(
+            variables, *inputs(zeros), rngs=keys, mutable=list(boxed), **init_kwargs
+        )[1]
+
+    after = _unbox(jax.eval_shape(again, _unbox(boxed)))
+    paths = {
+        name: [path for path, _ in jax.tree_util.tree_leaves_with_path(after.get(name))]
+        for name in held
+    }
+    return frozenset(
+        name
+        for name, collection in held.items()
+        if paths[name] != [path for path, _ in jax.tree_util.tree_leaves_with_path(collection)]
+    )
+
+
+def _has_tuples(tree: Any) -> bool:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple))
+    return any(isinstance(x, tuple) for x in nodes)
+
+
 def _unbox(tree: Any) -> Any:
     from flax.core import meta
 
@@ -341,11 +387,19 @@ def _nnx_names(field: str, abstract: Any) -> Names:
     from flax import nnx
 
     return {
-        field + "".join(f"[{key!r}]" for key in path): tuple(names)
+        field + "".join(f"[{key!r}]" for key in path): names
         for path, variable in nnx.to_flat_state(abstract)
         if hasattr(variable, "get_metadata")  # plain arrays of a module carry no names
-        and (names := variable.get_metadata().get("out_sharding"))
+        and (names := _names_of(variable.get_metadata().get("out_sharding")))
     }
+
+
+def _names_of(said: Any) -> tuple[Any, ...]:
+    """Names from what a Variable says of its sharding: names, a spec, a sharding or a format."""
+    while hasattr(said, "sharding"):
+        said = said.sharding
+    said = getattr(said, "spec", said)
+    return tuple(said) if isinstance(said, Sequence | PartitionSpec) else ()
 
 
 def _linen_names(boxed: Any) -> Names:

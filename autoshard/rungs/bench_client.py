@@ -50,6 +50,7 @@ class ChildBench:
         self._wanted: dict[str, Module] = {}
         self._lost: dict[str, Failure] = {}
         self._reference: tuple[str, Module, int] | None = None
+        self._trusting = 0  # which of the children knows the reference
 
     def set_inputs(
         self, init: Module | Sequence[np.ndarray], batches: Sequence[Sequence[np.ndarray]]
@@ -94,11 +95,18 @@ class ChildBench:
         refused = self._call(_trust, name, module, steps)
         if refused is None:
             self._reference = (name, module, steps)
+            self._trusting = self._worker.starts
         return refused
 
     def numerics(self, name: str, reference: str) -> NumericsReport | Failure:
         if (failure := self._on(name)) is not None:
             return failure
+        if self._reference is not None and self._trusting != self._worker.starts:
+            # A new child runs the reference only where it is asked to compare with it.
+            if (refused := self.trust(*self._reference)) is not None:
+                self._lost[reference] = refused
+            if (failure := self._on(name)) is not None:
+                return failure
         if reference in self._lost:
             return self._lost[reference]
         return self._costing(name, self._call(_numerics, name, reference))
@@ -139,13 +147,6 @@ class ChildBench:
             if isinstance(failure, Failure):
                 return failure
             self._starts = self._worker.starts
-            if self._reference is not None:
-                refused = self._call(_trust, *self._reference)
-                if refused is not None:
-                    self._lost[self._reference[0]] = refused
-                    self._reference = None
-                    if self._worker.pid is None:
-                        continue
             for name, module in list(self._wanted.items()):
                 loaded = self._call(_reload, name, module)
                 if isinstance(loaded, Failure):

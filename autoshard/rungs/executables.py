@@ -26,8 +26,11 @@ def keep(executable: Executable, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         whole = _place(folder, executable.module)
         partial = whole.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(serialized(executable))
-        partial.replace(whole)
+        try:
+            partial.write_bytes(serialized(executable))
+            partial.replace(whole)
+        finally:
+            partial.unlink(missing_ok=True)  # a disk that is full is not kept so
 
 
 def kept(module: Module, devices: Sequence[jax.Device], folder: Path) -> Executable | None:

@@ -13,10 +13,11 @@ averaged by the random order, not removed.
 """
 
 import dataclasses
+import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import scipy.special  # type: ignore[import-untyped]
 
@@ -28,6 +29,9 @@ Run = Callable[[str, int], Sequence[float] | Failure]
 
 COMPLETE = ("one left", "none left", "tie", "max rounds")
 """How a race ends that told what it could."""
+
+INTERRUPTED = "interrupted"
+"""How one ends that Ctrl-C stopped: what was measured until then stands."""
 
 _TRIM = 0.2
 
@@ -106,7 +110,8 @@ class RaceResult:
       ranking: names, best first: the survivors by their times in common rounds, then the dropped by
         their ratio to the best in the rounds they shared; failed ones are not in it.
       rounds: rounds begun.
-      ended: one of `COMPLETE`, "stopped", or why no process could be started to go on in.
+      ended: one of `COMPLETE`, "stopped", `INTERRUPTED`, or why no process could be started to go
+        on in.
     """
 
     runners: tuple[Runner, ...]
@@ -178,8 +183,30 @@ def race(
     lanes = {name: _Lane(name) for name in names}
     if len(lanes) != len(names):
         raise ValueError(f"names must be distinct, got {list(names)}")
-    order = random.Random(seed)
     track = _Track(run, load, unload, footprints or {}, memory_bytes)
+    rounds = itertools.count()
+    try:
+        ended = _rounds(lanes, track, rounds, random.Random(seed), settings, should_stop, renew)
+    except KeyboardInterrupt:
+        ended = INTERRUPTED  # who asked goes on with what there is, and raises it again
+    return RaceResult(
+        runners=tuple(lane.frozen() for lane in lanes.values()),
+        ranking=_ranking(list(lanes.values())),
+        rounds=next(rounds),
+        ended=ended,
+    )
+
+
+def _rounds(
+    lanes: Mapping[str, "_Lane"],
+    track: "_Track",
+    rounds: Iterator[int],
+    order: random.Random,
+    settings: RaceSettings,
+    should_stop: Callable[[], bool],
+    renew: Callable[[], object] | None,
+) -> str:
+    """Runs rounds, each with a number of its own, until the race has ended; how it did."""
     steps = 1
     round_ = 0
     ended = ""
@@ -195,6 +222,7 @@ def race(
             break
         if renew is not None and round_ and round_ % settings.process_rounds == 0:
             renew()
+        round_ = next(rounds)
         order.shuffle(alive)
         blocks = track.blocks(alive)
         turn = steps if len(blocks) == 1 else max(steps, settings.block_steps)
@@ -218,12 +246,7 @@ def race(
         for lane in alive:
             if lane.dropped is not None:
                 track.leave(lane)
-    return RaceResult(
-        runners=tuple(lane.frozen() for lane in lanes.values()),
-        ranking=_ranking(list(lanes.values())),
-        rounds=round_,
-        ended=ended,
-    )
+    return ended
 
 
 class _Track:

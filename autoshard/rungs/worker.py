@@ -88,8 +88,9 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, None while there is none."""
-        return self._child.process.pid if self._child else None
+        """Process id of the child, None while there is none, or none that lives."""
+        child = self._child
+        return child.process.pid if child and child.process.poll() is None else None
 
     def call(
         self, function: Callable[..., T], *args: object, stage: Stage, time_limit_s: float
@@ -111,6 +112,8 @@ class WorkerProcess:
           WorkerError: the child cannot be started at all.
         """
         with self._lock:
+            if self.pid is None:  # one that died since its last call says nothing of this one
+                self._kill()
             child = self._child or self._start()
             begin = time.monotonic()
             try:
@@ -343,6 +346,14 @@ def worker_here(settings: WorkerSettings) -> WorkerProcess:
         worker = _here.worker = _of_threads[threading.get_ident()] = WorkerProcess(settings)
         _here.options = options
     return worker
+
+
+def close_worker_here() -> None:
+    """Ends the worker of the calling thread, if it has one: nothing else is asked of it."""
+    worker = getattr(_here, "worker", None)
+    if worker is not None:
+        worker.close()
+        del _here.worker
 
 
 def stop_workers(threads: Iterable[int]) -> None:

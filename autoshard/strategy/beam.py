@@ -26,11 +26,16 @@ class Beam:
     def __init__(self, memory_bytes: int, width: int = 4, batch: int = 32, explore: int = 2):
         self.width, self.batch, self.explore = width, batch, explore
         self._memory_bytes = memory_bytes
-        # Derived from the space; they save time and decide nothing.
+        # Derived from the space they are of; they save time and decide nothing.
+        self._space: Space | None = None
         self._neighbours: dict[Candidate, tuple[list[Candidate], list[Candidate]]] = {}
         self._contained: dict[Candidate, bool] = {}
 
     def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
+        if space is not self._space:
+            self._space = space
+            self._neighbours.clear()
+            self._contained.clear()
         done = {seen.candidate for seen in history}
         rng = random.Random(f"{seed}:{len(history)}")
         ranked = sorted(

@@ -106,14 +106,15 @@ def borrowed(figures: Mapping[str, Any], used: Constants) -> dict[str, Any]:
     """What a sample keeps of constants that it was priced with and that are not its own.
 
     Returns:
-      {} where all are; else them, and the machine that they are of.
+      {} where all are; else them, and of each the machine that it is of.
     """
-    others = {k: v for k, v in used.to_json().items() if k not in figures["constants"]}
+    before = figures.get("borrowed", {})
+    known = before.get("machines", {})
+    own = {k: v for k, v in figures["constants"].items() if k not in known}
+    others = {k: v for k, v in used.to_json().items() if k not in own}
     if not others:
         return {}
-    before = figures.get("borrowed", {})
-    same = before.get("constants", {}).keys() == others.keys()
-    return {"machine": before["machine"] if same else machine(), "constants": others}
+    return {"machines": {k: known.get(k, machine()) for k in others}, "constants": others}
 
 
 def completed(own: dict[str, Any], here: Constants) -> Constants:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
-from autoshard.rungs.race import COMPLETE, Footprint, RaceSettings, Runner, race
+from autoshard.rungs.race import COMPLETE, INTERRUPTED, Footprint, RaceSettings, Runner, race
 from autoshard.trial import Failure, Kind, Stage
 from experiments import pairs
 
@@ -78,6 +78,8 @@ def in_rounds(
         footprints={name: Footprint(held=size) for name, size in held.items()},
         memory_bytes=memory_bytes,
     )
+    if result.ended == INTERRUPTED:
+        raise KeyboardInterrupt
     if order and result.ended not in COMPLETE:
         raise MeasuringError(f"after {begun - 1} of {rounds} rounds: {result.ended}")
     ran = {runner.name: runner for runner in result.runners} | failed

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -64,3 +65,15 @@ def test_a_closed_stderr_is_no_trouble(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)  # as under pythonw and some daemons
     with quiet():
         pass
+
+
+def test_without_a_folder_to_write_to_nothing_is_held_back(capfd, monkeypatch):
+    def nowhere():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", nowhere)
+    before = len(os.listdir("/proc/self/fd"))
+    with quiet():
+        os.write(2, b"seen at once\n")
+        assert capfd.readouterr().err == "seen at once\n"
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,5 +1,6 @@
 """What of a step exists only in the process that traced it: prints go, all else is refused."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -75,21 +76,40 @@ def test_prints_in_manual_regions_go_too() -> None:
     assert len(program.shows) == 1 and not program.step.jaxpr.effects
 
 
-def test_a_step_that_prints_is_searched_and_runs(tmp_path: Any) -> None:
+def test_a_step_that_prints_is_searched_and_runs(calibration: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan = autoshard.search(
             lambda: workload(chatty),
             jax.devices()[:8],
             budget=autoshard.Budget(candidates=4, compiles=1, profiles=0),
+            calibration=calibration,
         )
-    (note,) = [note for note in plan.evidence.notes if "shows no values" in note]
+    (note,) = [note for note in plan.evidence.notes if "plan shows no values" in note]
     assert note.count(__file__) == 4
     state, metrics = plan.step(plan.init(), plan.put(np.ones((32, 16), np.float32)))
     quiet = jax.jit(workload(lambda x: chatty(x)).step)
     want, loss = quiet(jnp.ones((16, 16)) / 16, jnp.ones((32, 16)))
     np.testing.assert_allclose(state, want, rtol=1e-5)
     np.testing.assert_allclose(metrics, loss, rtol=1e-5)
+
+
+def test_init_is_looked_at_too() -> None:
+    work = workload(jnp.tanh)
+
+    def showing() -> jax.Array:
+        jax.debug.print("{}", work.init()[0, 0], ordered=True)
+        return work.init()
+
+    program = trace(dataclasses.replace(work, init=showing), ())
+    assert len(program.shows) == 1
+    assert not program.init.jaxpr.effects and not program.plain_init.jaxpr.effects
+
+    def calling() -> jax.Array:
+        return pure(work.init())
+
+    with pytest.raises(WorkloadError, match=r"^init cannot .*test_process_bound\.py:\d+ calls"):
+        trace(dataclasses.replace(work, init=calling), ())
 
 
 def pure(x: jax.Array) -> jax.Array:

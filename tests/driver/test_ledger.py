@@ -6,6 +6,11 @@ import types
 
 import pytest
 
+from autoshard.cost import CostModel
+from autoshard.driver import ledger as ledger_file
+from autoshard.layout import Candidate, Layout
+from tests.analysed import CONSTANTS
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -42,3 +47,39 @@ def test_shares_of_the_seconds_are_of_what_tracing_leaves(ledger, clock):
     assert ledger.late(1.0)
     ledger.elapsed_s, clock.now_s = {"trace": 120.0}, 121.0
     assert ledger.late(0.25), "nothing is left"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["rung", "program", "candidate", "constants", "leaves", "versions", "revision", "more"],
+)
+def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch, changed):
+    def subject(program: str = "a", leaves: tuple = ()):
+        return types.SimpleNamespace(
+            analysis_for=lambda layout: types.SimpleNamespace(digest=program),
+            space=types.SimpleNamespace(fixed_leaves=leaves),
+        )
+
+    candidate = Candidate(layout=Layout(mesh=(("x", 8),)), knobs=())
+    ledger.cost = CostModel(CONSTANTS)
+    before = ledger.key("compile", subject(), candidate, seed=0)
+    assert before == ledger.key("compile", subject(), candidate, seed=0)
+    asked = {"rung": "compile", "subject": subject(), "candidate": candidate, "seed": 0}
+    match changed:
+        case "rung":
+            asked["rung"] = "profile"
+        case "program":
+            asked["subject"] = subject(program="b")
+        case "candidate":
+            asked["candidate"] = Candidate(layout=Layout(mesh=(("x", 4),)), knobs=())
+        case "constants":
+            ledger.cost = CostModel(dataclasses.replace(CONSTANTS, launch_s=1.0))
+        case "leaves":
+            asked["subject"] = subject(leaves=(("['w']", (("x",),)),))
+        case "versions":
+            monkeypatch.setattr(ledger_file, "versions", lambda: {"jax": "0.0"})
+        case "revision":
+            monkeypatch.setattr(ledger_file, "MODEL_REVISION", 0)
+        case "more":
+            asked["seed"] = 1
+    assert ledger.key(**asked) != before

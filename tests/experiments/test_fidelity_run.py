@@ -328,7 +328,10 @@ def test_a_case_goes_through_search_sample_and_report(
     assert lacking is not None
     assert lacking["constants"] == constants and "borrowed" not in anew
     others = {"folds_sums": anew["constants"]["folds_sums"]}
-    assert lacking["borrowed"] == {"machine": store.machine(), "constants": others}
+    assert lacking["borrowed"] == {
+        "machines": {"folds_sums": store.machine()},
+        "constants": others,
+    }
     for before, after in zip(anew["programs"], lacking["programs"], strict=True):
         for rung in ("rung1", "rung2"):
             assert after[rung]["time_s"] > 1000 * before[rung]["time_s"]

@@ -140,6 +140,53 @@ def test_a_second_run_in_the_same_folder_keeps_what_the_first_left(tmp_path):
     assert [json.loads(line)["step"] for line in kept[1].splitlines()] == [1, 2]
 
 
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, OSError])
+def test_what_ends_the_loop_early_costs_no_trained_state(tmp_path, ending):
+    def until_it_breaks():
+        yield from itertools.islice(batches(0), 3)
+        raise ending("the disk of the data is gone")
+
+    figures = tmp_path / "training.jsonl"
+    with pytest.raises(ending):
+        training.train(
+            fake_plan(),
+            until_it_breaks(),
+            10,
+            units_per_step=8,
+            log=lambda _: None,
+            figures=figures,
+            checkpoint_folder=tmp_path / "checkpoints",
+        )
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000003"]
+    abstract = jax.eval_shape(workload().init)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: here, abstract)
+    restored = checkpoints.restore(tmp_path / "checkpoints" / "000003", abstract, shardings)
+    assert int(restored.step) == 3 and figures.read_text().count("loss") >= 1
+
+
+def test_a_step_that_fails_has_donated_its_state(tmp_path):
+    step = fake_plan().step
+
+    def failing(state, batch):
+        new, metrics = step(state, batch)
+        if int(new.step) == 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return new, metrics
+
+    plan = dataclasses.replace(fake_plan(), step=failing)
+    with pytest.raises(RuntimeError, match="EXHAUSTED"):
+        training.train(
+            plan,
+            batches(0),
+            10,
+            units_per_step=8,
+            log=lambda _: None,
+            checkpoint_folder=tmp_path / "checkpoints",
+        )
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_a_checkpoint_is_named_by_all_steps_that_its_state_has_behind_it(tmp_path):
     plan = fake_plan()
     state, _ = training.train(plan, batches(0), 3, units_per_step=8, log=lambda _: None)

@@ -6,8 +6,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import WorkloadError
+from autoshard.integrations import flax as flax_file
 from autoshard.integrations.flax import (
     linen_variables,
     linen_workload,
@@ -131,12 +134,30 @@ def test_loss_falls(make):
     assert int(state.step) == 60
 
 
+def test_each_part_is_every_so_many_th_example_and_state_goes_from_part_to_part():
+    """So that a part has examples of every device, and nothing is exchanged."""
+
+    def gradient(params, seen, part):
+        here = jnp.concatenate([seen[1:], part[None]])
+        return jnp.zeros(()), here, {"first": part[0]}
+
+    state = flax_file.TrainState(
+        step=0, params=jnp.zeros(()), extra=jnp.zeros((4, 3)), opt_state=()
+    )
+    _, parts, metrics = flax_file._accumulated(gradient, 4, state, jnp.arange(12.0))
+    np.testing.assert_array_equal(parts, np.arange(12.0).reshape(3, 4).T)
+    assert metrics["first"] == np.mean([0, 1, 2, 3])
+
+
 def test_accumulation_equals_no_accumulation():
-    states = []
+    states, all_metrics = [], []
     for accumulate in (1, 4):
         workload = plain(accumulate)
-        state, _ = jax.jit(workload.step)(workload.init(), real_batch())
+        state, metrics = jax.jit(workload.step)(workload.init(), real_batch())
         states.append(state)
+        all_metrics.append(metrics)
+    np.testing.assert_allclose(all_metrics[0]["loss"], all_metrics[1]["loss"], rtol=2e-5)
+    assert all_metrics[0]["max_error"] > all_metrics[1]["max_error"] > 0, "the mean of four maxima"
     # The moments are linear in the gradient; the parameters hide its size behind adam.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-8),
@@ -145,9 +166,10 @@ def test_accumulation_equals_no_accumulation():
     )
 
 
-def test_batch_norm_and_dropout_states_advance():
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_batch_norm_and_dropout_states_advance(accumulate):
     for make in (stateful, linen_stateful):
-        workload = make()
+        workload = make(accumulate)
         old = workload.init()
         new, _ = jax.jit(workload.step)(old, real_batch())
         unchanged = [
@@ -161,6 +183,101 @@ def test_batch_norm_and_dropout_states_advance():
         ]
         # NNX keeps the dropout key and advances its count; everything else must have moved.
         assert unchanged in ([], ["['dropout']['rngs']['key']"])
+
+
+class Sowing(linen.Module):
+    """A loss of its own for the load of its experts, sown as mixtures of experts do."""
+
+    @linen.compact
+    def __call__(self, x):
+        y = linen.Dense(2, name="out")(x)
+        self.sow("losses", "load", jnp.mean(y**2))
+        return y
+
+
+def sowing(accumulate=1, asked="losses"):
+    def loss(apply, batch):
+        y, held = apply(batch["x"], mutable=asked)
+        (load,) = held["losses"]["load"]
+        return jnp.mean((y - batch["y"]) ** 2) + load, {"load": load}
+
+    return linen_workload(
+        Sowing(),
+        loss,
+        optax.sgd(0.1),
+        BATCH,
+        inputs=lambda batch: (batch["x"],),
+        accumulate=accumulate,
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("asked", ["losses", ["losses"]])
+def test_what_a_module_sows_is_no_state_and_can_be_read(accumulate, asked):
+    workload = sowing(accumulate, asked)
+    state = workload.init()
+    assert state.extra == {"collections": {}}
+    step = jax.jit(workload.step)
+    loads = []
+    for _ in range(20):
+        state, metrics = step(state, real_batch())
+        loads.append(float(metrics["load"]))
+    assert 0 < loads[-1] < loads[0]
+    shapes = jax.eval_shape(workload.step, state, workload.batch)[0]
+    assert describe(shapes) == describe(state)
+    variables = linen_variables(state, Sowing(), BATCH, inputs=lambda batch: (batch["x"],))
+    assert set(variables) == {"params"}
+
+
+def test_each_call_sees_what_the_one_before_it_changed():
+    module = LinenStateful()
+
+    def loss(apply, batch):
+        first = apply(batch["x"])
+        second = apply(2.0 * batch["x"])
+        return jnp.mean(first**2) + jnp.mean(second**2), {}
+
+    workload = linen_workload(
+        module,
+        loss,
+        optax.sgd(0.0),
+        BATCH,
+        inputs=lambda batch: (batch["x"],),
+        rngs=("dropout",),
+    )
+    state = workload.init()
+    new, _ = workload.step(state, real_batch())
+    variables = {"params": state.params, **state.extra["collections"]}
+    for x in (real_batch()["x"], 2.0 * real_batch()["x"]):
+        _, changed = module.apply(
+            variables, x, rngs={"dropout": jax.random.key(0)}, mutable=["batch_stats"]
+        )
+        variables = variables | changed
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+        new.extra["collections"]["batch_stats"],
+        variables["batch_stats"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "names"),
+    [
+        (P("embed", None), ("embed", None)),
+        (NamedSharding(AbstractMesh((2,), ("x",)), P("x", None)), ("x", None)),
+        (SingleDeviceSharding(jax.devices()[0]), None),
+    ],
+)
+def test_a_variable_may_say_its_sharding_in_many_ways(said, names):
+    class Said(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((4, 2)), out_sharding=said)
+
+    def loss(model, batch):
+        return jnp.mean((batch["x"] @ model.w[...] - batch["y"]) ** 2), {}
+
+    workload = nnx_workload(Said, loss, optax.sgd(0.1), BATCH)
+    assert workload.axis_names == ({".params['w']": names} if names else {})
 
 
 def test_axis_names_reach_parameters_and_moments():

@@ -232,13 +232,13 @@ def test_run_chains_the_state_and_cycles_through_the_batches(bench):
     ("platform", "expected"),
     [
         ("cpu", ["call", "wait", "call", "wait"]),
-        ("cuda", ["call", "call", "wait", "call", "wait", "wait"]),
+        ("cuda", ["call", "call", "wait", "call", "wait", "call", "wait", "wait"]),
     ],
 )
 def test_on_accelerators_a_step_is_called_before_the_last_one_has_ended(
     bench, monkeypatch, platform, expected
 ):
-    """There a run takes one step more, whose time is that of filling the queue."""
+    """There a run takes two steps more: one that fills the queue, and one behind the last."""
     done: list[str] = []
     run, wait = Executable.run, jax.block_until_ready
     bench.load("data", lowered.train_module(DATA, spec=P()))
@@ -251,6 +251,44 @@ def test_on_accelerators_a_step_is_called_before_the_last_one_has_ended(
     assert done == expected
     assert len(samples) == 2 and min(samples) > 0
     assert bench._entries["data"].steps == 1 + expected.count("call")
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("returns_after_s", [0.0, 0.75, 1.0])
+def test_steps_whose_call_returns_late_take_as_long_as_they_take(
+    bench, monkeypatch, steps, returns_after_s
+):
+    """A program that waits for the host holds up its caller: here steps of a second do."""
+    now = free_from = 0.0
+    ends: dict[int, float] = {}
+    state_count = lowered.train_module().state_count
+
+    def run(executable, arrays):
+        nonlocal now, free_from
+        begin = max(now, free_from)
+        free_from = begin + 1.0
+        now = max(now, begin + returns_after_s if returns_after_s else now)
+        outputs = [object() for _ in executable.module.outputs]
+        ends.update({id(one): free_from for one in outputs})
+        kept.extend(outputs)
+        return outputs
+
+    def wait(what):
+        nonlocal now
+        now = max(now, *(ends.get(id(one), 0.0) for one in jax.tree.leaves(what)))
+        return what
+
+    kept: list[object] = []
+    bench.load("data", lowered.train_module(DATA, spec=P()))
+    bench.unload("data")
+    monkeypatch.setattr(bench_file, "runs_ahead", lambda _: True)
+    bench._place(bench._entries["data"])
+    monkeypatch.setattr(Executable, "run", run)
+    monkeypatch.setattr(jax, "block_until_ready", wait)
+    monkeypatch.setattr(bench_file.time, "perf_counter", lambda: now)
+    samples = bench.run("data", steps)
+    assert samples == pytest.approx([1.0] * steps) and state_count
+    bench.unload("data")
 
 
 def test_without_metrics_each_step_is_waited_for(monkeypatch):

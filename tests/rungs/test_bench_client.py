@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,36 @@ def test_a_hang_costs_only_the_candidate_that_hangs(child, modules):
     assert child.numerics("fsdp_tp", "reference").passed, "and trusts its reference again"
     assert child.run("hangs", 1) == failure, "and who hung stays out"
     assert child._worker.starts == before + 1
+
+
+def test_a_child_that_died_while_idle_is_set_up_again(child):
+    child.run("data", 1)
+    process = child._worker._child.process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(60)
+    assert len(child.run("data", 2)) == 2
+    assert child.set_inputs(lowered.init_module(), lowered.make_batches()) is None
+    process = child._worker._child.process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(60)
+    assert child.set_inputs(lowered.init_module(), lowered.make_batches()) is None
+
+
+def test_a_new_child_runs_the_reference_only_to_compare_with_it(child, modules, monkeypatch):
+    assert child.trust("reference", modules["reference"]) is None
+    asked = []
+    call = child._call
+
+    def told(function, *args):
+        asked.append(function.__name__)
+        return call(function, *args)
+
+    monkeypatch.setattr(child, "_call", told)
+    child.renew()
+    assert len(child.run("data", 2)) == 2 and "_trust" not in asked
+    assert child.numerics("fsdp_tp", "reference").passed
+    assert child.numerics("data", "reference").passed
+    assert asked.count("_trust") == 1
 
 
 def test_an_abort_costs_only_the_candidate_at_fault(child, monkeypatch):

@@ -1,5 +1,8 @@
 """What a worker compiled is measured as it is; what cannot be read is compiled again."""
 
+import errno
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,3 +129,17 @@ def test_only_programs_of_this_machine_are_kept(tmp_path):
     module, target = lowered.train_module(), find_target(jax.devices())
     assert request_for(module, target, "", 1.0, tmp_path).executables == tmp_path
     assert request_for(module, target, "", 1.0).executables is None
+
+
+def test_what_does_not_fit_onto_the_disk_is_not_left_there(compiler, tmp_path, monkeypatch):
+    write = Path.write_bytes
+
+    def half(path, data):
+        write(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    module = lowered.train_module(lowered.ONE)
+    executable = compile_module(module, jax.devices()[:1])
+    monkeypatch.setattr(Path, "write_bytes", half)
+    keep(executable, tmp_path)
+    assert list(tmp_path.iterdir()) == []

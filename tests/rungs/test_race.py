@@ -4,7 +4,14 @@ import random
 import pytest
 
 from autoshard.errors import WorkerError
-from autoshard.rungs.race import Footprint, RaceSettings, race, trimmed_mean
+from autoshard.rungs.race import (
+    COMPLETE,
+    INTERRUPTED,
+    Footprint,
+    RaceSettings,
+    race,
+    trimmed_mean,
+)
 from autoshard.trial import Failure, Kind, Stage
 
 OOM = Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="too much")
@@ -337,3 +344,17 @@ def test_equal_candidates_are_rarely_dropped():
         result = race(["a", "b"], machine.run, seed=seed)
         drops += result.ended == "one left"
     assert drops <= 25  # 1 % a look, 26 looks, correlated; see the module's docstring
+
+
+def test_what_was_measured_until_an_interrupt_stands():
+    machine = Machine(TIMES)
+
+    def run(name, steps):
+        if len(machine.turns) == 4 + 3 * len(TIMES) + 2:  # in the midst of the fourth round
+            raise KeyboardInterrupt
+        return machine.run(name, steps)
+
+    result = race(list(TIMES), run, seed=0)
+    assert result.ended == INTERRUPTED and result.ended not in COMPLETE
+    assert result.rounds == 4 and result.winner == min(TIMES, key=TIMES.__getitem__)
+    assert all(set(runner.rounds) >= {0, 1, 2} for runner in result.runners)

@@ -1,5 +1,6 @@
 import concurrent.futures
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -50,9 +51,8 @@ def test_garbage_on_stdout_and_stderr_is_harmless_and_stays_in_the_folder(worker
     assert call(worker, os.write, 2, b"garbage on stderr\n") == 18
     assert call(worker, len, "abc") == 3
     assert capfd.readouterr() == ("", "")
-    log = max(os.scandir(worker.settings.folder), key=lambda entry: entry.stat().st_size)
-    with open(log) as file:
-        assert "garbage on stdout\n" in file.read()
+    logs = [path.read_text() for path in pathlib.Path(worker.settings.folder).iterdir()]
+    assert any("garbage on stdout\n" in text for text in logs)
 
 
 def test_a_worker_without_a_folder_has_its_own_until_it_closes(tmp_path, monkeypatch):
@@ -106,7 +106,6 @@ def test_a_child_that_waits_for_ever_is_not_waited_for(worker, monkeypatch):
     assert isinstance(failure, Failure) and failure.kind is Kind.CRASH
     assert "its collectives wait for each other" in failure.message
     assert "may be stuck" in failure.message.splitlines()[-1]
-    assert failure.elapsed_s < 45
     assert call(worker, len, "abc") == 3
 
 
@@ -137,12 +136,41 @@ def test_a_hang_is_killed_at_the_limit(worker):
     assert worker.starts == starts + 1
 
 
-def test_children_of_the_child_are_killed_with_it(worker):
-    script = "import subprocess,sys; print(subprocess.Popen(['sleep', '3600']).pid)"
+def test_a_child_that_died_since_its_last_call_says_nothing_of_the_next(worker):
+    call(worker, len, "start it")
+    starts, child = worker.starts, worker._child.process
+    os.kill(worker.pid, signal.SIGKILL)
+    child.wait(60)
+    assert worker.pid is None
+    assert call(worker, len, "abc") == 3 and worker.starts == starts + 1
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, if nobody has asked for its exit status yet."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
+def test_children_of_the_child_are_killed_with_it(worker, tmp_path):
+    said = tmp_path / "pid"
+    script = (
+        "import pathlib, subprocess; sleeper = subprocess.Popen(['sleep', '3600']);"
+        f"pathlib.Path({str(said)!r}).write_text(str(sleeper.pid))"
+    )
     code = f"__import__('subprocess').check_output([{sys.executable!r}, '-c', {script!r}])"
     # check_output waits for the grandchild, which holds the pipe: the call hangs.
-    failure = call(worker, eval, code, time_limit_s=2)
+    failure = call(worker, eval, code, time_limit_s=4)
     assert failure.kind == Kind.TIMEOUT
+    pid = int(said.read_text())
+    for _ in range(100):
+        if is_gone(pid):
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("it sleeps on")
 
 
 def test_an_abort_is_a_crash_with_the_last_words(worker):

@@ -166,3 +166,16 @@ def test_a_beam_goes_on_from_the_next_best_until_nothing_is_left(space: Space) -
     asks = search(strategy, one_mesh, 0, len(every), (tell(every[0]),))
     assert () in asks
     assert {every[0], *itertools.chain(*asks)} == set(every)
+
+
+def test_a_strategy_that_is_used_again_answers_from_the_space_it_is_asked_of() -> None:
+    """The names of axes and meshes are the same in many spaces, and so are candidates."""
+    first = subject("scanned_mlp").space
+    second = dataclasses.replace(first, meshes=((("x", 8),),))
+    used = Beam(MEMORY_BYTES)
+    for space in (first, second, first):
+        history = tuple(tell(found.candidate) for found in baselines(space))
+        for _ in range(2):
+            asked = used.ask(space, 0, history)
+            assert asked == Beam(MEMORY_BYTES).ask(space, 0, history)
+            history += tuple(map(tell, asked))
