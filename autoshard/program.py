@@ -59,6 +59,7 @@ class Program:
       written: the same with them, or None if there are none.
       init: flat jaxpr, () -> state leaves, as the author wrote it.
       plain_init: the same without the user's own sharding constraints.
+      init_is_bound: whether only this process can run it: it may read a file, say.
       written_meshes: the meshes that the user's own constraints name.
       manual: source lines of manual regions (shard_map) inside the step.
       pinned_mesh: the mesh whose axes `step` itself names (manual regions, kept constraints): only
@@ -79,6 +80,7 @@ class Program:
     written: jaxprs.ClosedJaxpr | None
     init: jaxprs.ClosedJaxpr
     plain_init: jaxprs.ClosedJaxpr
+    init_is_bound: bool
     written_meshes: tuple[tuple[tuple[str, int], ...], ...]
     manual: tuple[str, ...]
     pinned_mesh: tuple[tuple[str, int], ...] | None
@@ -129,8 +131,8 @@ def trace(
 
     Raises:
       WorkloadError: not a Workload; a state that changes structure, shape or dtype; rbg keys; a
-        mesh of Explicit axes that is set; a step or an init that only this process can run; state
-        that is kept in the host's memory.
+        mesh of Explicit axes that is set; a step that only this process can run; state that is kept
+        in the host's memory.
       Exception: whatever the user's own functions raise while traced, with their traceback.
     """
     if not isinstance(workload, Workload):
@@ -151,8 +153,7 @@ def trace(
         )
     closed, shows = process_bound.without_prints(refs.written_out(closed))
     made, shown = process_bound.without_prints(refs.written_out(made))
-    for word, traced in (("init", made), ("step", closed)):
-        _check_process(word, traced)
+    _check_process(closed)
     state, state_tree = _leaves("state", state_shapes)
     _check_memories(state, made, closed)
     batch, batch_tree = _leaves("batch", batch_shapes)
@@ -175,6 +176,7 @@ def trace(
         written=closed if shardings else None,
         init=made,
         plain_init=_strip(made)[0],
+        init_is_bound=bool(process_bound.bound(made)),
         written_meshes=meshes,
         manual=_lines(manual),
         pinned_mesh=pinned_mesh,
@@ -297,12 +299,12 @@ def _check_state(state: tuple[Leaf, ...], tree: PyTreeDef, new_shapes: object) -
             )
 
 
-def _check_process(word: str, closed: jaxprs.ClosedJaxpr) -> None:
-    if found := process_bound.bound(closed):
+def _check_process(step: jaxprs.ClosedJaxpr) -> None:
+    if found := process_bound.bound(step):
         raise WorkloadError(
-            f"{word} cannot be compiled and measured by other processes, nor for hardware that is"
-            f" not here: {'; '.join(found[:5])}. Leave that out of what is searched (a switch in"
-            " model_fn), or take what JAX computes itself in its place"
+            "step cannot be compiled and measured by other processes, nor for hardware that is not"
+            f" here: {'; '.join(found[:5])}. Leave that out of the step that is searched (a switch"
+            " in model_fn), or take what JAX computes itself in its place"
         )
 
 
@@ -453,7 +455,7 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
                     f"sample(key) gives {leaf.path} as {dtype or type(value).__name__}"
                     f"{list(shape)}, expected {leaf.dtype}{list(leaf.shape)}"
                 )
-        return [_physical(leaf, v) for leaf, v in zip(program.batch, flat, strict=True)]
+        return [physical(leaf, v) for leaf, v in zip(program.batch, flat, strict=True)]
     rng = np.random.default_rng(seed)
     values = []
     for leaf in program.batch:
@@ -466,7 +468,8 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
     return values
 
 
-def _physical(leaf: Leaf, value: Any) -> np.ndarray:
+def physical(leaf: Leaf, value: Any) -> np.ndarray:
+    """A leaf's value as programs hold it: a key is its words."""
     return np.asarray(jax.random.key_data(value)) if leaf.is_key else np.asarray(value, leaf.dtype)
 
 

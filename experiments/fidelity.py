@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     if any(flag.value != flag.default for flag in (_SHORT, _SCALE, _ROUNDS, _SEED)):
         _keep_apart()
     if _OUT.value != _OUT.default and not _PAGE.present:
-        _PAGE.value = ""  # the page is of the published results
+        flags.FLAGS[_PAGE.name].value = ""  # the page is of the published results
     store = Store(results=pathlib.Path(_OUT.value), runs=pathlib.Path(_RUN.value))
     cases, devices = _cases(), [int(count) for count in _DEVICES.value]
     if _HERE.value:

@@ -270,7 +270,7 @@ class Measuring:
             cores=cores(),
             devices=[str(d) for d in ledger.target.devices],
             seed=ledger.seed,
-            init=self._inputs_of(row).init.digest,
+            init=self._inputs_of(row).start_digest,
             synthetic=workload.sample is None,
             ahead=_AHEAD if runs_ahead(ledger.target.platform) else False,
         )

@@ -4,11 +4,14 @@ import contextlib
 import dataclasses
 import hashlib
 
+import jax
 import numpy as np
 
+from autoshard.compat.contexts import without_mesh
+from autoshard.compat.jaxprs import as_function
 from autoshard.lowering import NOT_LOWERED, lower_init
 from autoshard.module import Module
-from autoshard.program import Program, sample_batch
+from autoshard.program import Program, physical, sample_batch
 from autoshard.rungs.bench import host_devices
 from autoshard.target import Target
 
@@ -18,20 +21,30 @@ class Inputs:
     """What `Benches.set_inputs` takes.
 
     Attributes:
-      init: the program that makes the initial state.
+      init: the program that makes the initial state, or that state, where only this process can
+        make it.
       batches: their leaves in order, on the host.
     """
 
-    init: Module
+    init: Module | tuple[np.ndarray, ...]
     batches: list[list[np.ndarray]]
 
     @property
+    def start_digest(self) -> str:
+        """Of the initial state, or of what makes it."""
+        return self.init.digest if isinstance(self.init, Module) else _digest(self.init)
+
+    @property
     def digest(self) -> str:
-        found = hashlib.sha256(self.init.digest.encode())
-        for batch in self.batches:
-            for value in batch:
-                found.update(value.tobytes())
-        return found.hexdigest()[:16]
+        values = [value for batch in self.batches for value in batch]
+        return _digest(values, self.start_digest)
+
+
+def _digest(values: list[np.ndarray] | tuple[np.ndarray, ...], before: str = "") -> str:
+    found = hashlib.sha256(before.encode())
+    for value in values:
+        found.update(value.tobytes())
+    return found.hexdigest()[:16]
 
 
 def make_inputs(program: Program, target: Target, seed: int, count: int) -> Inputs:
@@ -40,7 +53,17 @@ def make_inputs(program: Program, target: Target, seed: int, count: int) -> Inpu
     init() is for the host, where JAX has it: one accelerator may not hold the whole state.
     """
     batches = [sample_batch(program, seed + k) for k in range(count)]
+    if program.init_is_bound:
+        return Inputs(_made_here(program), batches)
     if target.platform != "cpu" and host_devices():
         with contextlib.suppress(*NOT_LOWERED):  # something in it is for the accelerator alone
             return Inputs(lower_init(program, "cpu"), batches)
     return Inputs(lower_init(program, target.lowering_platform), batches)
+
+
+@without_mesh()
+def _made_here(program: Program) -> tuple[np.ndarray, ...]:
+    """What init() makes, run by this process."""
+    with jax.default_device(next(iter(host_devices()), None)):
+        made = jax.jit(as_function(program.plain_init))()
+    return tuple(physical(leaf, value) for leaf, value in zip(program.state, made, strict=True))
