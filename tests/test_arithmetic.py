@@ -35,8 +35,8 @@ def complex_product(x: jax.Array, y: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("function", "shapes", "expected"),
     [
-        (lambda x: jnp.abs(jnp.fft.fft(x)), [(32, 4096)], 5 * 32 * 4096 * 12),
-        (lambda x: jnp.abs(jnp.fft.rfft(x)), [(32, 4096)], 5 * 32 * 2049 * 12),
+        (lambda x: jnp.real(jnp.fft.fft(x)), [(32, 4096)], 5 * 32 * 4096 * 12),
+        (lambda x: jnp.real(jnp.fft.rfft(x)), [(32, 4096)], 5 * 32 * 2049 * 12),
         (complex_product, [(64, 256), (256, 128)], 8 * 64 * 256 * 128),
         (lambda x: jnp.sort(x, axis=0), [(1024, 64)], 1024 * 64 * 10),
         (lambda x, y: jax.lax.sort((x, y), num_keys=1), [(64, 1024)] * 2, 1024 * 64 * 10),
