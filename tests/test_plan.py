@@ -22,8 +22,9 @@ from tests import programs, workloads
 
 
 @pytest.fixture(scope="module")
-def plan(searched):
-    return searched.plan
+def plan(fsdp):
+    """One that divides its state: where everything is whole no sharding could be wrong."""
+    return fsdp
 
 
 @pytest.fixture(scope="module")
