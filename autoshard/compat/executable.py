@@ -18,13 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import lapack, xla_client
 from jaxlib.mlir import ir
 
+from autoshard.arithmetic import part_of_complex
 from autoshard.compat.stablehlo import PRODUCTS, dtype_of, precision_of
 from autoshard.module import ArraySpec, Module
 from autoshard.precision import cut_to, multiplied_as
 
 _FLOAT_TYPE = re.compile(r"(?<=[<x])(f64|f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)[>,]")
 _LAPACK = b"lapack_"
-_F32 = ("f32", "complex<f32>")
 _MOST_PARAMETERS = 2000  # of a program for TPUs, that are not one tuple
 _CALLBACK = re.compile(rb"python_(?:cpu|gpu)_callback")
 
@@ -263,7 +263,9 @@ def float_types(module: Module) -> frozenset[str]:
         cut: set[str] = set()
 
         def visit(operation: ir.Operation) -> ir.WalkResult:
-            if operation.name in PRODUCTS and dtype_of(operation.operands[0]) in _F32:
+            if operation.name not in PRODUCTS:
+                return ir.WalkResult.ADVANCE
+            if part_of_complex(dtype_of(operation.operands[0])) == "f32":
                 cut.add(cut_to(multiplied_as("f32", *precision_of(operation)), module.platform))
             return ir.WalkResult.ADVANCE
 

@@ -45,16 +45,21 @@ AGAIN = LOOPS | {"checkpoint", "remat", "remat2"}
 """Primitives whose inner jaxprs run several times in a step, if only once more backward."""
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int | None, ClosedJaxpr | Jaxpr]]:
+def inner_jaxprs(
+    eqn: JaxprEqn, every: bool = False
+) -> list[tuple[str, int | None, ClosedJaxpr | Jaxpr]]:
     """The jaxprs an equation of CALLS runs: (parameter name, index in a tuple or None, jaxpr).
 
     The condition of a while loop is left out: nothing in it is worth a site.
+
+    Args:
+      every: that too, and the bodies of manual regions.
     """
-    if eqn.primitive.name not in CALLS:
+    if eqn.primitive.name not in CALLS and not (every and eqn.primitive.name == "shard_map"):
         return []
     found: list[tuple[str, int | None, ClosedJaxpr | Jaxpr]] = []
     for name, value in eqn.params.items():
-        if name == "cond_jaxpr":
+        if name == "cond_jaxpr" and not every:
             continue
         if isinstance(value, (ClosedJaxpr, Jaxpr)):
             found.append((name, None, value))
@@ -70,17 +75,21 @@ def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
 
 
 def with_inner(
-    eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr], memo: dict[int, ClosedJaxpr]
+    eqn: JaxprEqn,
+    rewrite: Callable[[Jaxpr], Jaxpr],
+    memo: dict[int, ClosedJaxpr],
+    every: bool = False,
 ) -> JaxprEqn:
     """`eqn` with each of its inner jaxprs rewritten.
 
     Args:
       memo: one dict for all equations of a step. A function called many times is lowered once only
         if every call holds the same ClosedJaxpr.
+      every: as in `inner_jaxprs`.
     """
     params = dict(eqn.params)
     changed = False
-    for name, index, inner in inner_jaxprs(eqn):
+    for name, index, inner in inner_jaxprs(eqn, every):
         new = rewrite(open_jaxpr(inner))
         if new is open_jaxpr(inner):
             continue
@@ -132,8 +141,12 @@ def moved_shardings(eqn: JaxprEqn, move: Callable[[object], object]) -> JaxprEqn
     return eqn.replace(params=params)
 
 
-def equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """Every equation once, those of inner jaxprs included; a shared jaxpr is walked once."""
+def equations(jaxpr: Jaxpr, every: bool = False) -> list[JaxprEqn]:
+    """Every equation once, those of inner jaxprs included; a shared jaxpr is walked once.
+
+    Args:
+      every: as in `inner_jaxprs`.
+    """
     seen: set[int] = set()
     found: list[JaxprEqn] = []
 
@@ -143,7 +156,7 @@ def equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
         seen.add(id(jaxpr))
         for eqn in jaxpr.eqns:
             found.append(eqn)
-            for _, _, inner in inner_jaxprs(eqn):
+            for _, _, inner in inner_jaxprs(eqn, every):
                 walk(open_jaxpr(inner))
 
     walk(jaxpr)

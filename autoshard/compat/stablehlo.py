@@ -161,11 +161,10 @@ def precision_of(product: Operation) -> tuple[list[str], str]:
 
 def strides(operation: Operation) -> list[int]:
     """How many elements of the larger side lie between two of a slice's or a pad's smaller one."""
-    attributes = operation.attributes
     if operation.name == "stablehlo.slice":
-        return list(ir.DenseI64ArrayAttr(attributes["strides"]))
+        return integers(operation, "strides")
     if operation.name == "stablehlo.pad":
-        return [n + 1 for n in ir.DenseI64ArrayAttr(attributes["interior_padding"])]
+        return [n + 1 for n in integers(operation, "interior_padding")]
     return []
 
 
@@ -220,7 +219,7 @@ def permutation(transpose: Operation) -> list[int]:
 
 def summed_dimension(reduce: Operation) -> int:
     """The dimension that a `reduce` of one array adds up; -1 for several, or for anything else."""
-    dimensions = list(ir.DenseI64ArrayAttr(reduce.attributes["dimensions"]))
+    dimensions = integers(reduce, "dimensions")
     names = [op.operation.name for op in reduce.regions[0].blocks[0].operations]
     adds = names == ["stablehlo.add", "stablehlo.return"] and len(reduce.operands) == 2
     return dimensions[0] if adds and len(dimensions) == 1 else -1
