@@ -144,8 +144,8 @@ def sample(seed: int, batch_size: int, config: RecommenderConfig) -> dict[str, n
     """
     rng = np.random.default_rng(seed)
     rows_F = np.array(config.table_rows)
-    value_BF = ((rows_F + 1) ** rng.random((batch_size, len(rows_F)))).astype(np.int32) - 1
-    value_BF = np.minimum(value_BF, rows_F - 1)  # where the power was rounded up
+    power_BF = (rows_F + 1) ** rng.random((batch_size, len(rows_F)))
+    value_BF = np.minimum(power_BF, rows_F).astype(np.int32) - 1  # it may be rounded up
     dense_BN = rng.exponential(size=(batch_size, config.dense)).astype(np.float32)
     sign_BF = 1 - 2 * (value_BF % 2)
     score_B = sign_BF.sum(axis=1) + sign_BF[:, 0] * (2 * dense_BN[:, 0] - 1)

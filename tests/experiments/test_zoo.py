@@ -203,6 +203,10 @@ def test_batches_have_the_shapes_that_are_announced(name):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), announced) == jax.tree.map(
             lambda x: (x.shape, x.dtype), batch
         )
+        for path, leaf in jax.tree.leaves_with_path(batch):
+            # Else jax cuts it down as it takes it, from 0.11 with a warning.
+            kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            assert leaf.dtype == kept, jax.tree_util.keystr(path)
         again, other = chosen.sample(0), chosen.sample(1)
         assert all(map(np.array_equal, *map(jax.tree.leaves, (batch, again))))
         assert not all(map(np.array_equal, *map(jax.tree.leaves, (batch, other))))
