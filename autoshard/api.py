@@ -69,11 +69,12 @@ def search(
       memory_headroom: part of that which no plan may use.
       budget: how much the search may spend.
       journal: a file that records every trial; an interrupted search goes on from it.
-      executor: where programs are compiled; default two worker processes here. Not for accelerators
-        that are here: only the process that holds them can compile for them.
+      executor: where programs are compiled; default worker processes here, two at most. Not for
+        accelerators that are here: only the process that holds them can compile for them.
       strategy: who chooses candidates; default exhaustive in small spaces, else beam search.
       calibration: folder that keeps calibrations of live targets; default in the user's cache.
-      hardware: a catalogue file with chips or links of your own, or with corrected figures.
+      hardware: a catalogue file with chips or links of your own, or with corrected figures; for
+        named hardware alone.
       seed: of every random choice.
       callbacks: called with an `Event` now and then.
 
@@ -81,13 +82,15 @@ def search(
       The plan. Ctrl-C, or the end of the budget, returns the best so far and says so.
 
     Raises:
-      WorkloadError: a model_fn, step, init or batch that cannot be searched.
+      WorkloadError: a model_fn, step, init or batch that cannot be searched, or knobs or a
+        mesh_shape that there are not.
       TargetError: `mesh` names no usable devices, or hardware whose compiler is not installed, or
-        accelerators that are here, with an executor.
+        accelerators that are here, with an executor; `memory_bytes` is not positive, or more than
+        named hardware has; `hardware` cannot be read (`CatalogueError`), or devices are here.
       LayoutError: `fix` names nothing, or mesh axes that there are not.
-      JournalError: not a journal, damaged, or of another schema.
+      JournalError: not a journal, damaged, of another schema, or in use by another search.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
-      ValueError: `memory_headroom` or `seed` is none.
+      ValueError: `memory_headroom` outside [0, 1), or a negative `seed`.
     """
     start_s = time.perf_counter()
     if not 0 <= memory_headroom < 1:
@@ -104,7 +107,7 @@ def search(
     if not target.is_here:
         start_jax()
         budget = dataclasses.replace(budget, profiles=0)
-    limit = int(target.memory_bytes * (1 - memory_headroom))
+    limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
     def tell(done: int, text: str) -> None:
         for callback in callbacks:
@@ -197,8 +200,11 @@ def load_plan(
       hardware: a catalogue file of your own, where `mesh` names what is in it.
 
     Raises:
-      PlanError: the file is damaged, or the model, a shape, the device count or a version differs;
-        `differences` lists them field by field.
+      PlanError: the file cannot be read or is damaged; the model, a shape, the device count or
+        jax's major version differs (`differences` lists them field by field); the step cannot be
+        lowered for these devices, does not compile in the time, or does not fit.
+      TargetError: as of `search`.
+      WorkloadError: what `model_fn` returns cannot be traced, or not for these devices.
     """
     target = find_target(mesh, memory_bytes, hardware)
     return checked_plan(path, model_fn, target, check_target)

@@ -12,9 +12,9 @@ class Budget:
 
     Attributes:
       candidates: judged by rung 1.
-      compiles: programs compiled by rung 2, at most half of them baselines as such. Of six or more
-        that nothing is measured after, two are the best layout again, put into the program by other
-        constraints.
+      compiles: programs compiled by rung 2, half of them (rounded up) baselines as such, at most.
+        Of six or more that nothing is measured after, two are the best layout again, put into the
+        program by other constraints, and of nine or more a third is the next best.
       profiles: programs measured by rung 3; 0 plans without measuring.
       seconds: wall time of the whole search, tracing and a calibration included, which are not cut
         short; None for no limit.
@@ -50,7 +50,8 @@ class Event:
 
     Attributes:
       stage: the rung at work (trace stands for everything before rung 1).
-      done, total: how many candidates of how many the budget allows at this stage.
+      done, total: how many are done of how many: steps before rung 1, candidates that the budget
+        allows to rungs 1 and 2, finalists of a race; 0, 0 where that says nothing.
       text: one line for a person.
       best_s: the best step time so far, predicted or measured, seconds; None if there is none.
     """

@@ -5,7 +5,7 @@ own, one after another. Where it comes back to a line before the cache needed it
 little; else the line is fetched again for its next element. Lines that lie a large power of two
 apart share a few sets of the cache, as those of arrays with powers of two for extents do: a set
 gives its lines away the sooner, and fetches one line after another
-(`docs/decisions/0040-lines-that-a-set-fetches-again.md`).
+(`docs/decisions/0040-lines-that-a-set-fetches-again.md` and `0048-products-of-few-rows.md`).
 """
 
 import functools
@@ -95,9 +95,29 @@ def lines_read(turn: Turn, extents: tuple[int, ...]) -> Lines:
     sharing = lines / sets
     if sharing <= WAYS and lines <= FEW_LINES:
         return Lines(KEPT, 0.0)
+    return Lines(1.0, max(_crowding(loops), _crowding(_in_a_row(loops))))
+
+
+def _crowding(loops: Sequence[tuple[int, int]]) -> float:
+    """How much the lines crowd that loops read, by how many share a set and how many sets."""
+    sets = _sets(loops)
     most = next((crowding for few, crowding in CROWDING.items() if sets <= few), 0.0)
-    part = max(0.0, 1.0 + math.log2(sharing / CROWDED_LINES) / 2)
-    return Lines(1.0, min(CROWDING[1] * part, most))
+    part = max(0.0, 1.0 + math.log2(_lines(loops) / sets / CROWDED_LINES) / 2)
+    return min(CROWDING[1] * part, most)
+
+
+def _in_a_row(loops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of some loops, the innermost first, those that read so many lines as crowd a set.
+
+    Lines that one after another are of one set wait for each other, wherever the next ones lie.
+    """
+    found: list[tuple[int, int]] = []
+    for extent, stride in loops:
+        lines = _lines(found)
+        if lines >= CROWDED_LINES:
+            break
+        found.append((min(extent, math.ceil(CROWDED_LINES / lines)) if found else extent, stride))
+    return found
 
 
 def _lines(loops: Sequence[tuple[int, int]]) -> int:

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard.catalogue import Chip, catalogue
-from autoshard.compat.device_order import known_kind
+from autoshard.catalogue import Chip
 from autoshard.cost import (
     FRESH_FROM_BYTES,
     GATHERS_AT_ONCE,
@@ -37,11 +36,12 @@ from autoshard.cost import (
 )
 from autoshard.hlo import parse
 from autoshard.hlo.loops import most_parts
+from autoshard.live_chips import chip_of_kind
 from autoshard.precision import precise_rates
-from autoshard.probes import Run, fitting, on_accelerator, on_host, program
+from autoshard.probes import PATCHED_FEATURES, Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 20
+REVISION = 21
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _DRAWS = 5  # of 6 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
@@ -82,8 +82,10 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         "kernels": program(_many_products, mesh, 8, 8),
     }
     shared = target.shared_host
-    small, large = _SMALL, _LARGE
+    small = _SMALL
     if shared:
+        # Of a gather over all every device holds all, and they share one memory.
+        large = max(fitting(_LARGE, 16 * n, target.memory_bytes // 4), 2 * small)
         sized = on_host(mesh)
         some = Mesh(np.array(target.devices[:few]), ("x",))
         for bytes_, both in _TOUCHED.items():
@@ -104,7 +106,7 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         idle_s = least_of_rounds({"nothing": probes["nothing"]})["nothing"]
         sized = on_accelerator(mesh, target.memory_bytes, idle_s)
         # An all-gather holds one part of each device, and what is made of them.
-        large = fitting(_LARGEST, 16 * n, target.memory_bytes // 4)
+        large = max(fitting(_LARGEST, 16 * n, target.memory_bytes // 4), 2 * small)
     probes |= {name: probe.run for name, probe in sized.items()}
     sizes = {group: (_divided(small, group), _divided(large, group)) for group in groups_of(n)}
     for group, both in sizes.items():
@@ -156,6 +158,8 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         degenerate_across_s=degenerate_s(seconds, few, "across") if shared else 0.0,
         turned_flops_per_s=rates["turned convolution"] if shared else 0.0,
         unvectorized_flops_per_s=min(rates["unvectorized"], rates["elements"]) if shared else 0.0,
+        least_rows=max(1.0, rates["product"] / rates["single rows"]) if shared else 1.0,
+        patch_s=patch_s(rates) if shared else 0.0,
         loop_parts=_loop_parts(target) if shared else 1,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),
@@ -179,13 +183,6 @@ def groups_of(devices: int) -> tuple[int, ...]:
 def _divided(size: int, group: int) -> int:
     """The least number of elements, no fewer than these, of which each of a group has as many."""
     return -(-size // group) * group
-
-
-def chip_of_kind(device_kind: str) -> Chip | None:
-    """The built-in catalogue's entry of a live device, None where it has none."""
-    kind = known_kind(device_kind)
-    chips = (chip for chip in catalogue().values() if known_kind(chip.device_kind) == kind)
-    return next(chips, None)
 
 
 def rates_by_dtype(
@@ -298,6 +295,15 @@ def degenerate_s(seconds: Mapping[object, float], devices: int, way: str) -> flo
     """
     beyond = seconds["summed", way, 1] - seconds["summed", way, 2]
     return max(0.0, beyond) / (devices * math.prod(_SUMMED))
+
+
+def patch_s(rates: Mapping[str, float]) -> float:
+    """What an element of a patch takes beyond the products that it goes into.
+
+    Args:
+      rates: elements a second of the probe "patches", operations a second of "product".
+    """
+    return max(0.0, 1 / rates["patches"] - 2 * PATCHED_FEATURES / rates["product"])
 
 
 def _summed(dimension: int, arrays: int) -> Callable[[jax.Array], jax.Array]:

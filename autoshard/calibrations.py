@@ -14,8 +14,10 @@ import jax
 import numpy as np
 
 from autoshard import calibrate
+from autoshard.compat.compilers import compiler_version
 from autoshard.cost import Constants
 from autoshard.host import cores, processor
+from autoshard.live_chips import chip_of_kind
 from autoshard.target import Target
 
 
@@ -32,7 +34,7 @@ def calibrated(
       on_measuring: called before the target is measured, where there is no such file.
     """
     keep = pathlib.Path(folder) if folder is not None else _default_folder()
-    chip = None if target.shared_host else calibrate.chip_of_kind(target.device_kind)
+    chip = None if target.shared_host else chip_of_kind(target.device_kind)
     identity = "|".join(
         [
             str(calibrate.REVISION),
@@ -43,6 +45,7 @@ def calibrated(
             " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),  # they make other programs
             f"{processor()}|{cores()}|{np.__version__}",
             chip.digest if chip else "",
+            *([compiler_version("tpu") or ""] if target.platform == "tpu" else []),
         ]
     )
     if keep is None:

@@ -1,4 +1,8 @@
-"""Convolutions: which taps fall on data, and which of them XLA:CPU writes as plain loops.
+"""Convolutions: which taps fall on data, and which of them XLA:CPU does how.
+
+It hands most to a library (YNNPACK). Of the others Eigen multiplies patches: for each place of the
+result what the kernel covers there is copied first (`extract_image_patches`), but where the data
+are spread.
 
 XLA turns a convolution around where the kernel covers more places than the data have: the data are
 taken for the kernel, and read backwards (`AlgebraicSimplifierVisitor::SwapConvOperands`). XLA:CPU
@@ -10,6 +14,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+
+_FEW_FEATURES = 16
+"""The library takes no convolution that neither reads nor makes more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,35 @@ def is_turned_around(windows: Sequence[Window], groups: int) -> bool:
     kernel = math.prod(window.kernel for window in windows)
     data = math.prod(w.kernel if _meets_one_place(w) else w.data for w in windows)
     return groups == 1 and kernel > data
+
+
+def is_handed_over(windows: Sequence[Window], groups: int, features: int) -> bool:
+    """Whether XLA:CPU hands a convolution of float32 to its library.
+
+    Source: `IsConvolutionOpSupportedByYnn` (xla/backends/cpu/ynn_support.cc, 2026).
+
+    Args:
+      windows: one for each dimension of space.
+      groups: of the batch; 1 for none.
+      features: the more of those that it reads and of those that it makes.
+    """
+    return (
+        len(windows) == 2
+        and groups == 1
+        and features > _FEW_FEATURES
+        and all(w.spread == 1 and max(w.kernel, w.out) <= w.data for w in windows)
+    )
+
+
+def patch_elements(windows: Sequence[Window], batch: int, features: int) -> int:
+    """Elements of all patches that Eigen copies; 0 where it goes another way.
+
+    Args:
+      features: that it reads.
+    """
+    if any(window.spread > 1 for window in windows):
+        return 0
+    return batch * features * math.prod(window.out * window.kernel for window in windows)
 
 
 def _meets_one_place(window: Window) -> bool:

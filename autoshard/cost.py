@@ -24,16 +24,17 @@ import numpy as np
 from autoshard.hlo.work import Work
 from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
+from autoshard.rows import MANY
 from autoshard.trial import Collective
 
-MODEL_REVISION = 46
+MODEL_REVISION = 47
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `arithmetic`, `precision`, `siting`,
 `rewrite`, `specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`,
-`cache_lines`, `convolutions`, `vectorization`, `degenerate`, `hlo` or `rungs` (propagate, sending,
-gathers, own_sends), to what `compat` reads of a module or tells the partitioner, or to which
-constraints `constraints.told` keeps.
+`cache_lines`, `convolutions`, `vectorization`, `degenerate`, `rows`, `hlo` or `rungs` (propagate,
+sending, gathers, own_sends), to what `compat` reads of a module or tells the partitioner, or to
+which constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
@@ -144,6 +145,10 @@ class Constants:
       degenerate_across_s: the same where what is added up does not lie densely.
       turned_flops_per_s: convolutions that no library takes (`convolutions`); 0 for as fast as
         those that one does.
+      least_rows: a product of fewer rows takes as long as one of so many (`rows`); on a shared host
+        alone.
+      patch_s: seconds for each element of the patches that are copied for a convolution
+        (`convolutions`), beyond its arithmetic and its bytes; on a shared host alone.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
       source: what else the figures depend on: topology and digest of its catalogue entry.
     """
@@ -174,6 +179,8 @@ class Constants:
     array_s: float = 0.0
     unvectorized_flops_per_s: float = 0.0
     loop_parts: int = 1
+    least_rows: float = 1.0
+    patch_s: float = 0.0
     clock_hz: float = 0.0
     source: str = ""
 
@@ -268,6 +275,8 @@ class CostModel:
         touched: np.ndarray | None = None,
         degenerate: np.ndarray | float = 0.0,
         degenerate_across: np.ndarray | float = 0.0,
+        rows: np.ndarray | float = MANY,
+        patches: np.ndarray | float = 0.0,
     ) -> float:
         """Seconds of all kernels of a step, for one device.
 
@@ -280,6 +289,8 @@ class CostModel:
           vectorized: whether it does not do its arithmetic element by element.
           touched: as `memory_s` has it.
           degenerate, degenerate_across: as `Work` has them.
+          rows: of the result of a product (`rows`).
+          patches: elements of patches that are copied for a convolution (`convolutions`).
         """
         c = self.constants
         rates = {dtype: self.rate(dtype) for dtype in set(dtypes)}
@@ -289,11 +300,12 @@ class CostModel:
         if c.unvectorized_flops_per_s:
             rate = np.where(vectorized, rate, c.unvectorized_flops_per_s)
         arithmetic_s, memory_s = flops / rate, self.memory_s(bytes_, touched)
+        arithmetic_s = arithmetic_s * np.maximum(1.0, c.least_rows / rows)
         each = np.maximum(arithmetic_s, memory_s)
         if c.shared:
             each = np.where([bool(dtype) for dtype in dtypes], arithmetic_s + memory_s, each)
         each = each + self._across_lines_s(transposed, collided) + c.launch_s
-        each = each + self._degenerate_s(degenerate, degenerate_across)
+        each = each + self._degenerate_s(degenerate, degenerate_across) + patches * c.patch_s
         return float(self._devices * np.dot(each, trips)) * self.correction.compute
 
     def memory_s(self, bytes_: Any, touched: Any = None) -> Any:
@@ -352,6 +364,7 @@ class CostModel:
         if work.cycles is not None and work.matmul_flops and c.clock_hz:
             return self._devices * work.cycles / c.clock_hz * self.correction.compute
         busy = sum(flops / self.rate(dtype) for dtype, flops in work.matmul_flops)
+        busy *= max(1.0, c.least_rows / work.rows)
         if work.turned_flops and c.turned_flops_per_s:
             busy *= 1.0 - work.turned_flops / sum(flops for _, flops in work.matmul_flops)
             busy += work.turned_flops / c.turned_flops_per_s
@@ -364,6 +377,7 @@ class CostModel:
         each = busy + memory_s if packed else max(busy, memory_s)
         each += self._across_lines_s(work.transposed, work.collided)
         each += self._degenerate_s(work.degenerate, work.degenerate_across)
+        each += work.patches * c.patch_s
         return self._devices * (each + c.launch_s) * self.correction.compute
 
     def collective_s(self, one: Collective, mesh: MeshShape) -> float:

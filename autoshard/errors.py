@@ -14,11 +14,11 @@ class LayoutError(AutoshardError):
 
 
 class TargetError(AutoshardError):
-    """A `mesh` argument that names no usable devices."""
+    """A `mesh` argument that names no usable devices, or what is said of them cannot be."""
 
 
 class JournalError(AutoshardError):
-    """A journal that is foreign, newer than this version, or damaged before its last line."""
+    """A journal that is foreign, newer than this version, in use, or damaged before its end."""
 
 
 class PlanError(AutoshardError):

@@ -16,10 +16,12 @@ def _items(value: object) -> tuple[object, ...]:
 
 
 def _mesh_axes(value: object) -> tuple[str, ...]:
-    """One mesh axis, several, or None."""
+    """One mesh axis, several, or None; of a PartitionSpec those of all its dimensions."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, str) else tuple(str(m) for m in _items(value))
+    if isinstance(value, str):
+        return (value,)
+    return tuple(m for item in _items(value) for m in _mesh_axes(item))
 
 
 def unfit(leaf: Leaf, spec: Spec, sizes: Mapping[str, int]) -> str | None:

@@ -33,6 +33,7 @@ _STOPS = CONTRACTIONS | {
     "gather",
     "scatter",
     "scatter-add",
+    "scatter-sub",
     "scatter-mul",
     "scatter-min",
     "scatter-max",

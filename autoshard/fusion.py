@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from autoshard.cache_lines import Turn
-from autoshard.operations import BORDERS, FREE, HEAVY, JOINS, SLICES, Operations
+from autoshard.operations import BORDERS, FREE, HEAVY, JOINS, SLICES, UPDATE, Operations
 
 _EXPENSIVE = frozenset(
     "stablehlo." + n
@@ -144,6 +144,14 @@ class Fusion:
             return -1
         factors = set(ops.operands[made])
         return -1 if len(factors) < 2 or any(map(ops.is_fill, factors)) else made
+
+    def updates_in_place(self, v: int) -> bool:
+        """Whether a value is another one with a part overwritten; not of what is never in memory.
+
+        What fills an array, or casts another one, fuses with the update: the whole is written.
+        """
+        ops = self._ops
+        return ops.op_of[v] == UPDATE and self.written[self._plain(ops.operands[v][0])]
 
     def _ask(self, v: int, part: float, operands: list[int], parts: dict[int, float]) -> None:
         """Adds to the parts of values that a kernel needs what part of a value needs of them."""

@@ -282,7 +282,8 @@ class Journal:
         if sync:
             self.sync()
         elif self._file is not None:
-            self._file.flush()
+            with self._losing():
+                self._file.flush()
 
     def add_all(self, records: Sequence[tuple[str, Outcome, dict[str, object]]]) -> None:
         """Records outcomes that belong together, in one write: all are kept, or hardly any."""

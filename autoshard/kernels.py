@@ -7,6 +7,7 @@ Not modelled: XLA's algebraic simplification, layout changes, and buffer reuse i
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,6 +44,27 @@ class SummedProduct(NamedTuple):
     dimension: int
 
 
+class RowedProduct(NamedTuple):
+    """A product whose result has rows (`rows`).
+
+    Attributes:
+      kernel: its number.
+      tag: of the operation.
+      extents: of the result if nothing is sharded.
+      dimensions: of the result, along which its rows lie; none of a vector times a matrix.
+    """
+
+    kernel: int
+    tag: int
+    extents: tuple[int, ...]
+    dimensions: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """How many, if nothing is sharded."""
+        return math.prod(self.extents[d] for d in self.dimensions)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTable:
     """Kernels and values of one module as arrays; `n` values, `k` kernels, `r` reads.
@@ -65,6 +87,7 @@ class KernelTable:
       kernel_loops: (k,) whether it computes each element of its value from one of each operand.
       kernel_extents: (k, rank) of the dimensions of its value, 1 where it has none.
       kernel_turned: (k,) whether it is a convolution that XLA turns around (`convolutions`).
+      kernel_patches: (k,) elements of patches that are copied for a convolution (`convolutions`).
       kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`, with how
         precisely it multiplies (`precision.multiplied_as`); else "".
       read_kernel, read_value: (r,) which kernel reads which value.
@@ -75,6 +98,7 @@ class KernelTable:
       transposed_arrays: (t,) how many arrays of its size are read for it, each across cache lines.
       transposed_extents: (t,) its dimensions if nothing is sharded.
       transposed_turns: (t,) from which order of them to which it is brought.
+      rowed_products: products, each a kernel, and convolutions that XLA:CPU hands to a library.
       summed_products: what XLA:CPU hands to a library as sums of products (`degenerate`).
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
@@ -103,6 +127,7 @@ class KernelTable:
     kernel_loops: np.ndarray
     kernel_extents: np.ndarray
     kernel_turned: np.ndarray
+    kernel_patches: np.ndarray
     kernel_dtypes: tuple[str, ...]
     read_kernel: np.ndarray
     read_value: np.ndarray
@@ -113,6 +138,7 @@ class KernelTable:
     transposed_arrays: np.ndarray
     transposed_extents: tuple[tuple[int, ...], ...]
     transposed_turns: tuple[Turn, ...]
+    rowed_products: tuple[RowedProduct, ...]
     summed_products: tuple[SummedProduct, ...]
     buffer: np.ndarray
     live_from: np.ndarray
@@ -178,7 +204,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         kernel_value.append(v)
         kernel_flops.append(flops)
         kernel_trips.append(ops.trip_of[v])
-        in_place = ops.op_of[v] == UPDATE
+        in_place = fusion.updates_in_place(v)
         kernel_writes.append(0.0 if in_place else 1.0)
         kernel_dtypes.append(ops.dtype_of.get(v, ""))
         if in_place:
@@ -191,13 +217,18 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
             _touch(ops, touches, written, i, ops.position_of[v])
         for i in ops.operands[v]:
             _touch(ops, touches, written, i, ops.position_of[v])
+    for v in ops.returned[state_count:]:  # whoever asked for it takes it when all is done
+        _touch(ops, touches, written, v, ops.length)
     buffer, last = assign(
         Values(
             position=ops.position_of,
             written=written,
             argument=[op == "" for op in ops.op_of],
             constraint=[parent >= 0 for parent in ops.parents],
-            source=[ops.source(v) for v in range(n)],
+            source=[
+                -1 if ops.op_of[v] == UPDATE and not fusion.updates_in_place(v) else ops.source(v)
+                for v in range(n)
+            ],
             elementwise=[op not in HEAVY and op not in JOINS for op in ops.op_of],
             touches=touches,
         ),
@@ -237,6 +268,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         kernel_loops=np.array([ops.op_of[v] not in HEAVY for v in kernel_value], dtype=bool),
         kernel_extents=_extents([ops.dims[v] for v in kernel_value]),
         kernel_turned=np.array([v in ops.turned for v in kernel_value], dtype=bool),
+        kernel_patches=np.array([ops.patches.get(v, 0) for v in kernel_value], dtype=float),
         kernel_dtypes=tuple(kernel_dtypes),
         read_kernel=np.array(read_kernel, dtype=int),
         read_value=np.array(read_value, dtype=int),
@@ -247,6 +279,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         transposed_arrays=np.array([t.arrays for t in transposed], dtype=int),
         transposed_extents=tuple(tuple(ops.dims[t.value]) for t in transposed),
         transposed_turns=tuple(t.turn for t in transposed),
+        rowed_products=_rowed_products(ops, kernel_value),
         summed_products=_summed_products(ops, kernel_value, summed),
         buffer=np.array(buffer, dtype=int),
         live_from=live_from,
@@ -258,6 +291,16 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         operands=ops.contracting,
         sent=tuple(ops.sent),
         assumptions=tuple(dict.fromkeys(ops.assumptions)),
+    )
+
+
+def _rowed_products(ops: Operations, kernel_value: list[int]) -> tuple[RowedProduct, ...]:
+    """Kernels that are products with rows."""
+    tag_of = {first: tag for tag, (first, _) in ops.tags.items()}
+    return tuple(
+        RowedProduct(kernel=kernel, tag=tag_of[v], extents=ops.dims[v], dimensions=ops.row_dims[v])
+        for kernel, v in enumerate(kernel_value)
+        if v in ops.row_dims
     )
 
 

@@ -134,6 +134,8 @@ class Operations:
       contracting: tags of products and convolutions with the values they take.
       turned: values of convolutions that XLA turns around (`convolutions`).
       transposed: by the value an operation makes, the values it transposes (`transposes`), and how.
+      row_dims: by the value a product or convolution makes, the dimensions of its rows (`rows`).
+      patches: by the value a convolution makes, the elements of patches that are copied for it.
       summed: by the value a `reduce` makes, the dimension of one array that it adds up.
       length: the last position.
       platform: that the module was lowered for.
@@ -164,6 +166,8 @@ class Operations:
         self.turned: set[int] = set()
         self.transposed: dict[int, dict[int, Turn]] = {}
         self.summed: dict[int, int] = {}
+        self.row_dims: dict[int, tuple[int, ...]] = {}
+        self.patches: dict[int, int] = {}
         self.length = 0
         self.sent: list[OwnSend] = []
         self.assumptions: list[str] = []
@@ -246,24 +250,33 @@ class Operations:
             name = "stablehlo.all_to_all"
         if name in stablehlo.SENDS:
             self._send(op, name, tag, ragged)
+        barrier = name == "stablehlo.optimization_barrier"
         for k, result in enumerate(op.results):
             index = self._new(result, name, trips)
-            barrier = name == "stablehlo.optimization_barrier"
             self.operands[index] = [operands[k]] if barrier else operands
             self.own_flops[index] = self._flops(op, name, index, first)
             if name in stablehlo.PRODUCTS:
                 self.contracting[tag] = tuple(operands)
                 dtype = stablehlo.dtype_of(op.operands[0])
                 self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
-        if name == _CONVOLUTION and convolution(op).turned:
-            self.turned.add(first)
+        if name == _CONVOLUTION:
+            read = convolution(op)
+            if read.turned:
+                self.turned.add(first)
+            if read.row >= 0:
+                self.row_dims[first] = (read.row,)
+            self.patches[first] = read.patches
+        if name == "stablehlo.dot_general":
+            (batch, contracted), _ = stablehlo.product_dimensions(op)
+            rank = len(stablehlo.shape_of(op.operands[0]))
+            self.row_dims[first] = tuple(range(len(batch), rank - len(contracted)))
         if name == "stablehlo.reduce" and (dimension := stablehlo.summed_dimension(op)) >= 0:
             self.summed[first] = dimension
         if turns := transposed_operands(op):
             made = name == "stablehlo.transpose"  # in parts as its result, not as its operand
             self.transposed[first] = {first if made else operands[i]: t for i, t in turns.items()}
-        for i in operands:
-            self.uses[i].append((name, first if op.results else -1))
+        for k, i in enumerate(operands):
+            self.uses[i].append((name, first + k * barrier if op.results else -1))
         self.tags[tag] = (first, len(op.results))
         if name in ("stablehlo.case", "stablehlo.if"):
             self._branches(op, first, trips)

@@ -151,7 +151,8 @@ class Plan:
         """The initial state, born sharded: no device ever holds the whole of it.
 
         Raises:
-          PlanError: the plan is for hardware that is not here; also of the methods below.
+          PlanError: the plan is for hardware that is not here; so say `place`, `put`, `step`, `jit`
+            and `check`.
         """
         self._must_be_here()
         wanted = jax.tree.leaves(self.state_shardings)

@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+PATCHED_FEATURES = 16
+"""Of the probe of patches: no more, for the library takes a convolution of more."""
+
 Run = Callable[[], object]
 """One execution of a program, waited for."""
 
@@ -75,13 +78,23 @@ def on_host(mesh: Mesh) -> dict[str, Probe]:
     """Probes of the cores that the devices of a fake mesh share.
 
     Returns:
-      "product", "elements", "unvectorized" and "turned convolution".
+      "product", "single rows", "patches" (the elements of these, each multiplied by
+      `PATCHED_FEATURES`), "elements", "unvectorized" and "turned convolution".
     """
     side, width = 384, 1 << 18
     batch, places, channels = 4, 2, 128
     rows, columns = 1 << 15, (2, 8)
+    lines, images, few = 16, 64, PATCHED_FEATURES
     return {
         "product": Probe(run=program(_products(1), mesh, side, side), amount=2.0 * side**3),
+        "single rows": Probe(
+            run=program(_single_rows, mesh, images, lines, lines, batch),
+            amount=2.0 * images**2 * lines**2 * batch,
+        ),
+        "patches": Probe(
+            run=program(_convolved, mesh, batch, lines, lines, few),
+            amount=9.0 * batch * lines**2 * few,
+        ),
         "elements": Probe(run=program(_elements(1), mesh, width), amount=7.0 * width),
         "unvectorized": Probe(
             run=program(_updated, mesh, rows, *columns), amount=16.0 * rows * math.prod(columns)
@@ -177,7 +190,7 @@ def _products(times: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def _convolved(x: jax.Array) -> jax.Array:
-    """Convolves what is no larger than the kernel, on each device by itself (`convolutions`)."""
+    """Convolves images by 3 x 3, on each device by itself (`convolutions`)."""
     channels = x.shape[-1]
     kernel = jnp.full((3, 3, channels, channels), 0.5, x.dtype)
     images = x.reshape(-1, *x.shape[2:])  # of all devices
@@ -186,6 +199,17 @@ def _convolved(x: jax.Array) -> jax.Array:
         images, kernel, (1, 1), "SAME", dimension_numbers=dimensions
     )
     return made.reshape(x.shape)
+
+
+def _single_rows(x: jax.Array) -> jax.Array:
+    """Convolves images, on each device by itself, so that one place is left of each (`rows`)."""
+    images = x.reshape(-1, *x.shape[2:])
+    kernel = jnp.full((*x.shape[2:], x.shape[1]), 0.5, x.dtype)  # as many features as images
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    made = jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "VALID", dimension_numbers=dimensions
+    )
+    return made.reshape(*x.shape[:2], -1)
 
 
 def _updated(x: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ _OPENERS = CONTRACTIONS | frozenset(
         "scatter",
         "scatter-add",
         "scatter_add",
+        "scatter-sub",
         "scatter-mul",
         "scatter-min",
         "scatter-max",

@@ -17,6 +17,7 @@ from autoshard.compat.deviceless import Hardware
 from autoshard.compat.jaxprs import abstract_mesh
 from autoshard.compat.platforms import lowering_platform
 from autoshard.errors import TargetError
+from autoshard.live_chips import chip_of_kind
 from autoshard.topology import Position, Topology, parse_topology
 
 
@@ -154,6 +155,11 @@ def find_target(
         compiler is not installed; memory_bytes above what the named hardware has.
     """
     given: tuple[tuple[str, int], ...] = ()
+    if hardware is not None and not isinstance(mesh, str):
+        raise TargetError(
+            f"got hardware={os.fspath(hardware)!r} and devices that are here, expected the name of"
+            " hardware in that file: what devices here can do is measured; leave hardware out"
+        )
     if isinstance(mesh, Mesh):
         given = tuple((str(n), int(s)) for n, s in mesh.shape.items())
         devices = tuple(mesh.devices.flat)
@@ -178,6 +184,8 @@ def find_target(
         own = _own_limit_bytes(devices) if first.platform != "cpu" else None
         if own is not None:
             limit, source = own, "the device's own limit"
+        elif first.platform != "cpu":
+            limit, source = _catalogued_limit(first.device_kind)
         else:
             limit = host.memory_bytes() // len(devices)
             source = "the host's memory that this process may use, divided by devices"
@@ -237,6 +245,21 @@ def _own_limit_bytes(devices: Sequence[jax.Device]) -> int | None:
         )
     stats = here.memory_stats()
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def _catalogued_limit(device_kind: str) -> tuple[int, str]:
+    """What a live accelerator that does not say it can hold, and who says so.
+
+    Raises:
+      TargetError: the catalogue does not know it.
+    """
+    chip = chip_of_kind(device_kind)
+    if chip is None:
+        raise TargetError(
+            f"{device_kind} does not say how much memory it has, and the catalogue does not know"
+            " it: give memory_bytes"
+        )
+    return int(chip.usable_bytes.value), chip.usable_bytes.source
 
 
 def _check_memory(limit: int) -> None:

@@ -119,7 +119,7 @@ def target_notes(recorded: Mapping[str, object], target: Target) -> list[str]:
     here = describe_target(target)
     notes = []
     then, now = _arrangement_of(recorded), here["arrangement"]
-    if then and now and then != now:
+    if then and now and _apart(then, now, target):
         notes.append(
             f"the devices stand otherwise than recorded: {_in_words(then)}, here {_in_words(now)};"
             " mesh axes may run over other links than those the layout was chosen for"
@@ -131,6 +131,20 @@ def target_notes(recorded: Mapping[str, object], target: Target) -> list[str]:
             f"recorded with another compiler: {compiler}, here {here['compiler'] or 'unknown'}"
         )
     return notes
+
+
+def _apart(then: object, now: object, target: Target) -> bool:
+    """Whether devices stand otherwise, as far as links depend on it.
+
+    A live device says its process for its host: of TPUs no link depends on that, and of GPUs in a
+    process each nothing is known.
+    """
+    if not (isinstance(then, Mapping) and isinstance(now, Mapping)):
+        return then != now
+    processes = target.is_here and now.get("hosts") == [target.device_count]
+    if target.platform == "tpu" or processes:
+        then, now = ({k: v for k, v in one.items() if k != "hosts"} for one in (then, now))
+    return then != now
 
 
 def _arrangement_of(recorded: Mapping[str, object]) -> object:

@@ -10,9 +10,13 @@ class Workload:
     """What `model_fn(**knobs)` returns.
 
     Attributes:
-      step: (state, batch) -> (new state, metrics); any JAX function. The new state must have the
-        structure, shapes and dtypes of the old.
-      init: () -> state; traced, then run sharded, so that no device ever holds the whole state.
+      step: (state, batch) -> (new state, metrics); a JAX function without host callbacks,
+        custom_partitioning or `jax.ffi`, and with threefry keys. Prints (`jax.debug`) are left out
+        of the plan's. The new state must have the structure, shapes and dtypes of the old.
+      init: () -> state; traced. `Plan.init` runs it sharded, so that no device ever holds the whole
+        state; a search that measures, and `Plan.check`, also make it whole (on accelerators on the
+        host) to compare with the unsharded step, where that fits. One that only this process can
+        run (it reads files, say) is run by it.
       batch: pytree of `jax.ShapeDtypeStruct`, the global batch.
       sample: key -> batch, real values for measuring and for the numerics check. Without it
         floats are normal and integers 0 or 1.

@@ -27,15 +27,16 @@ from rich.console import Console
 from rich.table import Table
 
 import autoshard
-from autoshard.calibrate import chip_of_kind
 from autoshard.calibrations import calibrated
 from autoshard.catalogue import Chip
 from autoshard.compat.compilers import compiler_version
 from autoshard.cost import Constants
+from autoshard.live_chips import chip_of_kind
 from autoshard.report.words import mebibytes, seconds
 from autoshard.target import find_target
 from autoshard.trial import Estimate, Measurement
 from experiments import sizes, tasks
+from experiments.fidelity_parts.store import write
 from experiments.kept_compiles import KeptCompiles
 from experiments.zoo.cases import of_size
 from experiments.zoo.published import PUBLISHED
@@ -109,7 +110,10 @@ def main(argv: list[str]) -> None:
         console.print(
             f"{name}: measured {value:.3g}, catalogue {listed:.3g} ({value / listed:.2f})"
         )
-    console.print(f"Figures in {path}; the corrected catalogue entry in {run / 'hardware.toml'}.")
+    console.print(
+        f"Figures in {path}; the corrected catalogue entry in {run / 'hardware.toml'}.",
+        markup=False,
+    )
 
 
 def compared(
@@ -147,7 +151,7 @@ def keep_rows(path: pathlib.Path, head: dict[str, Any], rows: list[dict[str, Any
     names = {row["program"] for row in rows}
     others = [row for row in kept_rows(path) if row["program"] not in names]
     figures = {**head, "programs": [*others, *rows]}
-    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write(path, figures)
 
 
 def kept_rows(path: pathlib.Path) -> list[dict[str, Any]]:

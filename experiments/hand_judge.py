@@ -9,7 +9,7 @@ from autoshard.module import Module
 from autoshard.rungs.compile import estimate_of
 from autoshard.rungs.compile_job import compile_in_process, request_for
 from autoshard.target import Target
-from autoshard.trial import Estimate, Failure
+from autoshard.trial import Estimate, Failure, Kind, Stage
 from experiments.handwritten_pod.baselines import Baseline
 from experiments.kept_compiles import KeptCompiles
 from experiments.pod_sizes import PodSize
@@ -30,11 +30,17 @@ def judged(
     """
     with KeptCompiles(folder) as compiles:
         waiting = {}
+        found: dict[str, Estimate | Failure] = {}
         for name, baseline in baselines.items():
-            module = lowered(baseline, size, target)
+            try:
+                module = lowered(baseline, size, target)
+            except ValueError as error:  # sizes that do not divide over so many devices
+                found[name] = Failure(
+                    stage=Stage.COMPILE, kind=Kind.UNSUPPORTED, message=str(error), elapsed_s=0.0
+                )
+                continue
             request = request_for(module, target, str(folder / "workers"), time_limit_s)
             waiting[name] = (module, compiles.submit(compile_in_process, request))
-        found: dict[str, Estimate | Failure] = {}
         for name, (module, future) in waiting.items():
             result = future.result()
             found[name] = (

@@ -118,7 +118,9 @@ def main(argv: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.json"
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        console.print(f"Figures in {path}, plan and journal in {run}.", highlight=False)
+        console.print(
+            f"Figures in {path}, plan and journal in {run}.", markup=False, highlight=False
+        )
 
 
 def _figures(

@@ -61,7 +61,9 @@ def main(argv: list[str]) -> None:
             "machine": machine(),
             "date": time.strftime("%Y-%m-%d"),
         }
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        partial = path.with_suffix(".partial")  # whole or not at all
+        partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
         Console().print(as_rich(peers_table({"cases": {key: data["cases"][key]}}, 1)))
     Console().print(as_rich(peers_table(data, len(cases.CASES))))
 

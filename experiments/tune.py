@@ -3,13 +3,14 @@
 Question: what layout does the search find for a byte-level decoder on fake CPU devices, and does
   training with it work?
 Command: scripts/tune   (or python -m experiments.tune --devices=8 --steps=150)
-Cost: about 3 minutes on 2 cores, half of them search.
+Cost: four to five minutes on 2 cores, --seconds=180 of them search.
 Expected: a ranked table of finalists and baselines; a validation loss that falls below 2.5 nats a
   byte; plan.json, the journal and the profiler trace in the run folder. A second run in the same
   folder writes its figures and its checkpoint beside those of the first.
 """
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import time
@@ -94,9 +95,10 @@ def main(argv: list[str]) -> None:
             checkpoint_folder=run / "checkpoints" if _CHECKPOINT.value else None,
         )
 
-    console.print(f"\nEverything is in {run.resolve()}:", highlight=False, soft_wrap=True)
+    plain = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    plain(f"\nEverything is in {run.resolve()}:")
     for path in sorted(run.iterdir()):
-        console.print(f"  {path.name}{'/' if path.is_dir() else ''}", highlight=False)
+        plain(f"  {path.name}{'/' if path.is_dir() else ''}")
 
 
 def _decoder_size() -> sizes.DecoderSize:

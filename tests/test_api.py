@@ -379,6 +379,11 @@ def test_a_fixed_mesh_keeps_its_shape_and_order(quick):
         quick(mesh=mesh, mesh_shape="loose")
 
 
+def test_a_limit_of_next_to_nothing_says_what_would_help(quick):
+    with pytest.raises(autoshard.NoPlanError, match="memory_bytes of at least"):
+        quick(memory_bytes=1)
+
+
 def test_fix_pins_an_axis_and_a_leaf_in_every_candidate(quick):
     mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2), ("data", "model"))
     fix = {"batch": "data", "['params']['w1']": jax.P(None, "model")}
@@ -389,8 +394,9 @@ def test_fix_pins_an_axis_and_a_leaf_in_every_candidate(quick):
     for trial in plan.evidence.trials:
         assert dict(trial.candidate.layout.compute)["batch"] == ("data",)
         assert "model" in dict(trial.candidate.layout.mesh)
-    both = quick(mesh=mesh, fix={"batch": ("data", "model")})
-    assert both.batch_shardings["x"].spec == jax.P(("data", "model"))
+    for given in (("data", "model"), jax.P("data", "model"), jax.P(("data", "model"), None)):
+        both = quick(mesh=mesh, fix={"batch": given})
+        assert both.batch_shardings["x"].spec == jax.P(("data", "model"))
 
 
 def constrained(mesh, hidden=("data", "model")):

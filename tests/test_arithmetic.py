@@ -81,3 +81,17 @@ def test_factors_and_solutions_where_the_compiler_is_told_of_them(
     )
     one = make_subject(trace(workload, (), False), find_target("v5e:2x4"), "free", None)
     assert by_rung_1(one.analysis.kernels) == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["cosh", "sinh", "acosh", "asinh", "acos", "asin", "atanh"])
+def test_hyperbolic_functions_count_as_compiled(name: str) -> None:
+    """However the compiler writes them: of one operation, or of several."""
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %e (x: f32[64,32]) -> f32[64,32] {{
+  %x = f32[64,32]{{1,0}} parameter(0)
+  ROOT %r = f32[64,32]{{1,0}} {name}(%x)
+}}
+"""
+    found = hlo.count(hlo.parse(text), ())
+    assert found.flops == found.transcendentals == 64 * 32

@@ -39,8 +39,11 @@ from tests.programs import shaped
         ((4, 2, 256), (2, 1, 0), (1, 0, 2), Lines(1.0, 0.0)),  # eight lines, but in two loops
         ((64, 3, 256), (2, 1, 0), (0, 1, 2), Lines(1.0, 0.25)),  # 1024 and 3072: the same four
         ((64, 64, 16, 16), (3, 2, 1, 0), (0, 3, 2, 1), Lines(1.0, 1.5)),
-        # Images to the front: those of one place share a set, the places of a row take sixteen.
-        ((32, 16, 16, 64), (3, 2, 1, 0), (0, 2, 1, 3), Lines(1.0, 0.0)),
+        # Images to the front: those of one place share a set, whichever the places of a row take.
+        ((32, 16, 16, 64), (3, 2, 1, 0), (0, 2, 1, 3), Lines(1.0, 0.75)),
+        ((16, 8, 8, 128), (3, 2, 1, 0), (0, 2, 1, 3), Lines(1.0, 0.0)),
+        ((64, 8, 8, 128), (3, 2, 1, 0), (0, 2, 1, 3), Lines(1.0, 1.5)),
+        ((32, 15, 15, 60), (3, 2, 1, 0), (0, 2, 1, 3), Lines(1.0, 0.0)),
     ],
 )
 def test_what_lines_cost_by_how_many_share_a_set_and_how_many_sets(

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from autoshard import calibrate
+from autoshard import calibrate, calibrations
 from autoshard.calibrate import (
     bandwidths,
-    chip_of_kind,
     collided_s,
     degenerate_s,
     fresh_s_per_byte,
@@ -25,6 +24,7 @@ from autoshard.calibrations import calibrated
 from autoshard.catalogue import catalogue
 from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants
 from autoshard.host import cores
+from autoshard.live_chips import chip_of_kind
 from autoshard.probes import Effort, on_accelerator
 from autoshard.target import find_target
 
@@ -62,6 +62,7 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     assert 0 < constants.unvectorized_flops_per_s <= constants.element_flops_per_s
     assert (constants.loop_parts > 1) == (cores() > 1)
     assert 0 < constants.array_s < 1e-4
+    assert 1 <= constants.least_rows < 100 and 0 <= constants.patch_s < 1e-7
     assert constants.gathers_by_dimension
     assert {(x.kind, x.group_size) for x in constants.links} == {
         (k, n) for k in KINDS for n in (2, 8)
@@ -160,6 +161,39 @@ def test_devices_that_are_no_power_of_two_have_their_collectives_measured(count,
             assert 64 <= size < 64 + group and size % group == 0
             array = calibrate._collective(target, kind, group, size)()
             assert np.shape(array) == (count, size), kind
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("memory_bytes", [1 << 10, 1 << 20, 1 << 23, 1 << 40])
+def test_collectives_fit_and_come_in_two_sizes(memory_bytes, shared, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(calibrate, "_collective", lambda *asked: sizes.append(asked[-1]))
+    monkeypatch.setattr(calibrate, "on_accelerator", lambda *_: {})
+    monkeypatch.setattr(calibrate, "program", lambda *_, **__: lambda: None)
+    monkeypatch.setattr(calibrate, "_of_arrays", lambda mesh: None)
+
+    class Sized(Exception):
+        pass
+
+    def stop(*_):
+        raise Sized
+
+    monkeypatch.setattr(calibrate, "median_of_draws", stop)
+    with pytest.raises(Sized):
+        calibrate.calibrate(
+            dataclasses.replace(TARGET, memory_bytes=memory_bytes, shared_host=shared)
+        )
+    small, large = min(sizes), max(sizes)
+    assert large >= 2 * small == 2 * calibrate._SMALL, "a difference is divided by"
+    assert large == 2 * small or 16 * 8 * large <= memory_bytes / 4
+
+
+def test_another_compiler_of_a_live_tpu_is_another_calibration(measuring, tmp_path, monkeypatch):
+    live = dataclasses.replace(TARGET, platform="tpu", shared_host=False)
+    for count, version in ((1, "libtpu 0.0.42"), (1, "libtpu 0.0.42"), (2, "libtpu 0.0.43")):
+        monkeypatch.setattr(calibrations, "compiler_version", lambda platform, v=version: v)
+        calibrated(live, tmp_path)
+        assert len(measuring) == count
 
 
 def test_neither_dispatch_nor_the_result_counts_as_memory_traffic():

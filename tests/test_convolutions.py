@@ -1,12 +1,21 @@
 """Which convolutions XLA:CPU turns around, and their operations by both rungs."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autoshard import hlo
+from autoshard.calibrate import patch_s
+from autoshard.cost import CostModel
 from autoshard.hlo.steps import Launch, Steps
-from tests.analysed import kernels_of
+from autoshard.hlo.work import Work
+from autoshard.layout import Layout, rules
+from autoshard.workload import Workload
+from tests.analysed import CONSTANTS, analyse, kernels_of, propagator
 from tests.programs import shaped
 
 LABELS = ("NHWC", "HWIO", "NHWC")
@@ -50,5 +59,83 @@ def test_a_convolution_with_less_data_than_kernel_is_turned_around(
     launches = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
     assert any(kernels.kernel_turned) == turned
     assert any(work.turned_flops for work in launches) == turned
+    patches = sum(work.patches for work in launches)
+    assert kernels.kernel_patches.sum() == patches
     products = kernels.kernel_flops[kernels.kernel_contracts].sum()
     assert products == sum(flops for work in launches for _, flops in work.matmul_flops)
+
+
+def one_dimension(x, k):  # type: ignore[no-untyped-def]
+    return jax.lax.conv_general_dilated(
+        x, k, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"), feature_group_count=24
+    )
+
+
+PATCHES: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], int]] = {
+    "few features": (forward, [(4, 8, 12, 16), (3, 3, 16, 16)], 4 * 8 * 12 * 9 * 16),
+    "with a stride": (
+        lambda x, k: forward(x, k, stride=2),
+        [(4, 8, 12, 3), (7, 7, 3, 16)],
+        4 * 4 * 6 * 49 * 3,
+    ),
+    "enough features": (forward, [(4, 8, 12, 16), (3, 3, 16, 17)], 0),
+    "of spread data": (towards_the_images, [(4, 8, 8, 16), (3, 3, 16, 16)], 4 * 4 * 4 * 9 * 16),
+    "turned around": (forward, [(4, 2, 2, 16), (3, 3, 16, 16)], 0),
+    "one dimension": (one_dimension, [(4, 50, 24), (4, 1, 24)], 4 * 50 * 4 * 24),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_both_rungs_count_the_patches_that_no_library_spares(name: str) -> None:
+    function, shapes, expected = PATCHES[name]
+    assert kernels_of(function, *shapes).kernel_patches.sum() == expected
+    text = jax.jit(function).lower(*(shaped(*s) for s in shapes)).compile().as_text()
+    module = hlo.parse(text)
+    launches = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
+    assert sum(work.patches for work in launches) == expected
+
+
+@pytest.mark.parametrize(("divided", "parts"), [("batch", 8), ("features read", 8), ("made", 1)])
+def test_rung_1_counts_the_patches_of_one_device(divided: str, parts: int) -> None:
+    def step(state, x):  # type: ignore[no-untyped-def]
+        return state, jnp.sum(jnp.sin(forward(x, state)))
+
+    batch, read, made = 24, 8, 16
+    of = analyse(
+        Workload(
+            step=step,
+            init=lambda: jnp.zeros((3, 3, read, made)),
+            batch=shaped(batch, 6, 6, read),
+        )
+    )
+    size = {"batch": batch, "features read": read, "made": made}[divided]
+    name = next(axis.name for axis in of.analysis.axes.axes if axis.size == size)
+    layout = Layout(mesh=(("x", 8),), compute=rules({name: "x"}))
+    shared = dataclasses.replace(CONSTANTS, shared=True)
+    judged = propagator(of.analysis)
+    plain, other = (
+        judged.judge(of.space, layout, CostModel(c))
+        for c in (shared, dataclasses.replace(shared, patch_s=1e-9))
+    )
+    patches = batch * 6 * 6 * 9 * read
+    assert other.compute_s - plain.compute_s == pytest.approx(8 * 1e-9 * patches / parts)
+
+
+def test_both_rungs_price_patches_alike() -> None:
+    shared = dataclasses.replace(CONSTANTS, shared=True)
+    dear = dataclasses.replace(shared, patch_s=2e-9)
+    work = Work(opcode="convolution", name="c", matmul_flops=(("f32", 1e6),), patches=5e5)
+    more = CostModel(dear).kernel_s(work) - CostModel(shared).kernel_s(work)
+    assert more == pytest.approx(8 * 5e5 * 2e-9)
+    one = np.array([1.0])
+    slow, plain = (
+        CostModel(c).kernels_s(one, one, one, ["f32"], patches=np.array([5e5]))
+        for c in (dear, shared)
+    )
+    assert slow - plain == pytest.approx(more)
+
+
+def test_what_a_patch_costs_is_beyond_its_products() -> None:
+    rates = {"patches": 1e9, "product": 64e9}
+    assert patch_s(rates) == pytest.approx(0.5e-9)
+    assert patch_s({**rates, "product": 1e9}) == 0.0

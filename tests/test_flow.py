@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autoshard.compat import jaxprs
 from autoshard.flow import BATCH, STATE, Flow, into_products
@@ -89,6 +90,18 @@ def test_what_comes_from_the_state_alone_is_storage_even_through_a_product() -> 
     closed, flow = traced(lambda w, x: (w, jnp.sum(jnp.sin(w.T @ w)) + jnp.sum(x)))
     (gram,) = results(closed, "dot_general")
     assert flow.of(gram) & BATCH == 0 and flow.storage(gram)
+
+
+@pytest.mark.parametrize("how", ["add", "subtract", "multiply", "set", "min", "max"])
+def test_what_is_scattered_into_does_not_make_the_rows_storage(how: str) -> None:
+    """Not those of the same size either, whichever way they come in."""
+
+    def step(w, x):
+        rows = jnp.sin(x[:8])  # as many as the state has
+        return getattr(w.at[jnp.int32(x[:8, 0])], how)(rows), jnp.zeros(())
+
+    closed, flow = traced(step)
+    assert not any(flow.storage(v) for v in results(closed, "sin"))
 
 
 def test_values_inside_a_cond_and_a_nested_jit_are_told_apart() -> None:

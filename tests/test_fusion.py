@@ -59,6 +59,13 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], *tuple[tuple[int, ...], ...]]] = {
     "summed where positive": (lambda x: jnp.sum(jnp.where(x > 0, x * 2, 0.0), -1), X),
     "padded for two": (lambda x: both(jnp.pad(x * 2, ((0, 0), (1, 1), (0, 0)))), X),
     "a slice": (lambda x: x[:, 8:16], X),
+    "a cast with a part": (
+        lambda x, y: jax.lax.dynamic_update_slice(
+            x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), (1, 2, 3)
+        ),
+        (64, 64, 96),
+        (8, 8, 8),
+    ),
     "joined for two": (lambda x, y: both(jnp.concatenate([x * 2, y + 1], axis=1)), X, Y),
 }
 
@@ -144,6 +151,27 @@ def test_what_a_product_needs_transposed_is_copied_for_it() -> None:
     shapes = (8, 64, 96), (96, 128), (8, 64, 128)
     kernels, seen = kernels_of(gradients, *shapes), counts(compiled(gradients, *shapes))
     assert traffic(kernels) == pytest.approx(seen.bytes_accessed, rel=0.01)
+
+
+def test_what_passes_a_barrier_is_used_as_each_of_it_is() -> None:
+    """The product behind it needs one of two values, the other goes into a sum."""
+
+    def barred(x, y, w):  # type: ignore[no-untyped-def]
+        a, b = jax.lax.optimization_barrier((x * 2, y * 3))
+        return a + 1, b @ w
+
+    module = jax.jit(barred).lower(shaped(64, 32), shaped(64, 48), shaped(48, 16))
+    main = main_function(module.compiler_ir("stablehlo").operation).regions[0].blocks[0]
+    operations = Operations(main, {}, "cpu")
+    barred_by = {
+        operations.op_of[user]
+        for v, name in enumerate(operations.op_of)
+        if name == "stablehlo.multiply" and operations.dims[v] == (64, 48)
+        for _, result in operations.uses[v]
+        for _, user in operations.uses[result]
+        if user >= 0
+    }
+    assert barred_by == {"stablehlo.dot_general"}
 
 
 def scanned(weights, x):  # type: ignore[no-untyped-def]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.calibrate import chip_of_kind
 from autoshard.calibrations import calibrated
+from autoshard.live_chips import chip_of_kind
 from autoshard.target import find_target
 from autoshard.trial import Measurement
 from tests import workloads

@@ -298,7 +298,7 @@ def test_a_journal_serves_one_search_at_a_time(tmp_path) -> None:
         assert second.attempts("key") == 1
 
 
-@pytest.mark.parametrize("call", ["fsync", "write"])
+@pytest.mark.parametrize("call", ["fsync", "write", "flush"])
 def test_a_disk_that_is_full_costs_the_journal_and_no_search(tmp_path, monkeypatch, call):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -310,8 +310,10 @@ def test_a_disk_that_is_full_costs_the_journal_and_no_search(tmp_path, monkeypat
     if call == "fsync":
         monkeypatch.setattr(os, "fsync", full)
     else:
-        monkeypatch.setattr(journal._file, "write", full, raising=False)
+        monkeypatch.setattr(journal._file, call, full, raising=False)
     with pytest.warns(UserWarning, match=r"j\.jsonl cannot be written any more .*No space left"):
+        if call == "flush":  # as rung 1 writes
+            journal.add("other", FAILURE, {}, sync=False)
         journal.started("b", {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

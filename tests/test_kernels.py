@@ -1,5 +1,7 @@
 """Kernels read from a module: operations, trip counts, live ranges, against counts by hand."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,6 +139,50 @@ def test_branches_that_are_not_taken_send_nothing_and_loops_in_them_count_every_
     assert counts.count(1) <= 3, "what the loop starts from, the loss, the weights"
 
 
+def gathers(first: int, second: int) -> int:
+    """How many are sent of weights that two branches use, each in so many products."""
+
+    def step(w, x):
+        def products(count: int) -> Callable[[], jax.Array]:
+            def branch() -> jax.Array:
+                y = x
+                for _ in range(count):
+                    y = jnp.tanh(y @ w)
+                return y
+
+            return branch
+
+        y = jax.lax.cond(jnp.sum(x) > 0, products(second), products(first))
+        return w, jnp.sum(y)
+
+    of = analyse(Workload(step=step, init=lambda: jnp.zeros((64, 64)), batch=shaped(16, 64)))
+    sent = judge(of, baseline(of.space, "FSDP")).collectives
+    return sum(c.count for c in sent if c.kind == "all_gather")
+
+
+def test_what_two_branches_gather_is_gathered_in_the_one_that_is_taken() -> None:
+    assert gathers(1, 3) == gathers(3, 1) == 1
+
+
+def test_what_the_condition_of_a_loop_sends_is_sent_in_each_turn() -> None:
+    def step(w, x):
+        def turn(y, _):
+            def going(carry):
+                return (carry[0] < 1) & (jnp.sum(carry[1]) > 0)
+
+            def again(carry):
+                return carry[0] + 1, jnp.tanh(carry[1])
+
+            return jax.lax.while_loop(going, again, (0, y))[1], None
+
+        y, _ = jax.lax.scan(turn, x, length=7)
+        return w, jnp.sum(y)
+
+    of = analyse(Workload(step=step, init=lambda: jnp.zeros((8, 8)), batch=shaped(16, 8)))
+    sent = judge(of, baseline(of.space, "data parallel")).collectives
+    assert sorted(c.count for c in sent) == [1, 7], "the loss, and the condition"
+
+
 def test_elementwise_chains_are_not_written() -> None:
     def step(w, x):
         return w, jnp.sum(jnp.exp(x * 2.0 + 1.0) - x)
@@ -205,6 +251,35 @@ def test_peak_memory_is_near_the_compiler_s(name: str, layout: str) -> None:
     ratio = estimate.peak_memory_bytes / peak
     print(f"{name}, {layout}: {estimate.peak_memory_bytes} of {peak} bytes, {ratio:.2f}")
     assert 0.4 <= ratio <= 2.0  # convolutions on CPU copy their operands: 0.44
+
+
+def scanned(rows: jax.Array) -> jax.Array:
+    """As much as it is given, made in a loop."""
+    return jax.lax.scan(lambda c, row: (c + row, jnp.tanh(c)), jnp.zeros(rows.shape[1]), rows)[1]
+
+
+def near_the_compilers(step: Callable[..., object], x: jax.ShapeDtypeStruct) -> bool:
+    """Whether the peak of a step on one device is within 5 % of what the compiler says."""
+    of = analyse(Workload(step=step, init=lambda: jnp.zeros((8, 8)), batch=x))
+    layout = Layout(mesh=(("x", 8),))
+    return 0.95 < judge(of, layout).peak_memory_bytes / compiled_peak(of, layout) < 1.05
+
+
+def test_an_output_is_held_until_the_step_ends() -> None:
+    def step(w, x):
+        early = jnp.sin(x) * 2
+        return w + jnp.sum(scanned(scanned(early))), early
+
+    assert near_the_compilers(step, shaped(4096, 64))
+
+
+def test_an_update_of_what_is_filled_takes_a_buffer_of_its_own() -> None:
+    def step(w, x):
+        at = jnp.int32(x[0, 0])
+        y = jax.lax.dynamic_update_slice(jnp.zeros((4096, 64)), x, (at, 0))
+        return w + jnp.sum(jnp.sort(y, axis=0) * y), jnp.sum(y)
+
+    assert near_the_compilers(step, shaped(64, 64))
 
 
 def test_what_one_loop_stacks_and_the_next_reads_is_held_once() -> None:

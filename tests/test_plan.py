@@ -277,18 +277,24 @@ def test_the_running_step_is_the_program_that_was_judged(searched):
     assert other.digest != judged.digest
 
 
-def test_the_program_that_runs_was_given_to_the_compiler_and_the_bench(
-    searched, quick, monkeypatch
-):
-    from autoshard.driver import compiling
+def test_the_program_that_runs_was_given_to_the_compiler_and_the_bench(quick, monkeypatch):
+    from autoshard.driver import compiling, measuring
 
-    seen = []
-    compile_ = compiling.compile_in_process
+    compiled, raced = [], []
+    compile_, judge = compiling.compile_in_process, measuring.profile.judge
+
+    def judged(bench, finalists, *args, **more):
+        raced.extend(finalist.module.digest for finalist in finalists)
+        return judge(bench, finalists, *args, **more)
+
     monkeypatch.setattr(
-        compiling, "compile_in_process", lambda r: (seen.append(r.module.digest), compile_(r))[1]
+        compiling,
+        "compile_in_process",
+        lambda r: (compiled.append(r.module.digest), compile_(r))[1],
     )
-    plan = quick()
-    assert plan.lower().digest in seen
+    monkeypatch.setattr(measuring.profile, "judge", judged)
+    plan = quick(budget=workloads.MEASURED)
+    assert plan.lower().digest in compiled and plan.lower().digest in raced
 
 
 def test_the_evidence_holds_every_trial(searched):
@@ -296,7 +302,7 @@ def test_the_evidence_holds_every_trial(searched):
     assert len(evidence.trials) >= workloads.MEASURED.candidates
     assert len({(t.candidate.key, t.baseline) for t in evidence.trials}) == len(evidence.trials)
     winner = evidence.trials[evidence.ranking[0]]
-    assert winner is searched.plan.trial
+    assert winner.candidate == searched.plan.candidate
     assert isinstance(winner.compiled, Estimate) and isinstance(winner.profiled, Measurement)
     assert winner.profiled.numerics == "exact" and winner.profiled.numerics_error < 1e-4
     assert winner.compiled.peak_memory_bytes <= evidence.memory_limit_bytes

@@ -387,6 +387,23 @@ def test_devices_that_stand_otherwise_are_noted(then, now, said):
     assert validity.target_notes(recorded, find_target(DEVICES)) == [], "a fake mesh has no links"
 
 
+TORUS = {"hosts": [2], "slices": [1], "torus": [2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "platform", "apart"),
+    [
+        (TORUS, {**TORUS, "hosts": [1]}, "tpu", False),  # one process holds all chips of v5e-8
+        (TORUS, {**TORUS, "torus": [8]}, "tpu", True),
+        ({"hosts": [4]}, {"hosts": [8]}, "gpu", False),  # a process for each of eight GPUs
+        ({"hosts": [4]}, {"hosts": [2]}, "gpu", True),
+    ],
+)
+def test_processes_are_not_taken_for_hosts(then, now, platform, apart):
+    target = dataclasses.replace(find_target(DEVICES), platform=platform, shared_host=False)
+    assert validity._apart(then, now, target) is apart
+
+
 def test_another_compiler_is_noted(saved, altered):
     recorded, target = described("v5p:4x4x4")
     (note,) = validity.target_notes({**recorded, "compiler": "libtpu 0.0.1"}, target)

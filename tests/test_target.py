@@ -7,6 +7,7 @@ import pytest
 
 from autoshard import host
 from autoshard import target as target_module
+from autoshard.catalogue import catalogue
 from autoshard.errors import TargetError
 from autoshard.target import find_target
 
@@ -95,6 +96,39 @@ def test_only_devices_of_this_process_are_asked_what_they_hold(monkeypatch):
     with pytest.raises(TargetError, match=r"none belongs to process 1.*give memory_bytes"):
         find_target(devices[:4])
     assert find_target(devices[:4], 123).memory_bytes == 123
+
+
+@dataclasses.dataclass(frozen=True)
+class SilentGpu:
+    """A GPU that does not say how much memory it has."""
+
+    id: int
+    device_kind: str
+    platform: str = "gpu"
+    process_index: int = 0
+
+    @property
+    def client(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(platform="gpu", process_index=lambda: 0)
+
+    def memory_stats(self) -> None:
+        return None
+
+
+def test_an_accelerator_that_does_not_say_its_memory_has_the_catalogues(monkeypatch):
+    monkeypatch.setattr(jax, "Device", SilentGpu)
+    target = find_target([SilentGpu(id=i, device_kind="NVIDIA H100 80GB HBM3") for i in range(2)])
+    usable = catalogue()["h100"].usable_bytes
+    assert (target.memory_bytes, target.memory_source) == (int(usable.value), usable.source)
+    unknown = [SilentGpu(id=0, device_kind="GeForce 256")]
+    with pytest.raises(TargetError, match=r"GeForce 256 does not say .*give memory_bytes"):
+        find_target(unknown)
+    assert find_target(unknown, 123).memory_bytes == 123
+
+
+def test_a_catalogue_file_is_for_hardware_that_is_named():
+    with pytest.raises(TargetError, match=r"hardware='own\.toml' and devices that are here"):
+        find_target(DEVICES, hardware="own.toml")
 
 
 def test_named_hardware_has_no_more_memory_than_its_chip(monkeypatch):

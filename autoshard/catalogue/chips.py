@@ -15,7 +15,7 @@ the GPUs of one NVLink domain. network: InfiniBand or RoCE between those. dcn: b
 DTYPES = ("f64", "f32", "bf16", "f16", "f8", "f4", "s8", "s4")
 """Types of operands that a chip may have a rate for: f8 and f4 stand for all formats of that width.
 
-A type without a rate is not computed in hardware: its operands are brought to a wider one first.
+A type without a rate is not computed in hardware; it is priced at the rate of f32.
 """
 
 
@@ -26,7 +26,7 @@ class Figure:
     Attributes:
       value: in `unit`.
       unit: SI: "FLOP/s", "bytes", "bytes/s", "s" or "Hz".
-      source: document and section or table; "assumed: ..." with the reasoning where there is none.
+      source: document and section or table; where there is none it says "assumed", and why.
       date: of the document, or of the day it was read where it bears none: year, year-month or
         year-month-day; "" for a plain number of a user's file.
     """

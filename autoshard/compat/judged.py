@@ -171,11 +171,14 @@ class _Reader:
             self._memo[attribute] = found
         return found
 
-    def _block(self, block: Block) -> None:
-        # Collectives take the trip count of the block they stand in: that of its first operation.
-        own_tag = next(
-            (o.attributes[TAG].value for o in block.operations if TAG in o.attributes), -1
-        )
+    def _block(self, block: Block, turns_of: int | None = None) -> None:
+        """What stands in a block.
+
+        Args:
+          turns_of: the tag whose trip count its collectives take; default that of its first
+            operation.
+        """
+        own_tag = _first_tag(block) if turns_of is None else turns_of
         last_tag = own_tag
         for o in block.operations:
             op = o.operation
@@ -211,11 +214,11 @@ class _Reader:
             self._judged.operands[tag] = given
             self._judged.contracted[tag] = frozenset(distinct(shards[0].union(*given)))
         elif name == "stablehlo.while":
-            for region in op.regions:
-                inner = region.blocks[0]
+            condition, body = (region.blocks[0] for region in op.regions)
+            for inner in (condition, body):
                 for argument, axes in zip(inner.arguments, shards, strict=True):
                     self._of_value[argument] = axes
-                self._block(inner)
+                self._block(inner, _first_tag(body))  # a turn asks the condition, too
         elif name == MANUAL:
             inner = op.regions[0].blocks[0]
             users = set(_bare(_AXIS.findall(str(held["manual_axes"]))))
@@ -224,9 +227,13 @@ class _Reader:
             self._of_value.update(zip(inner.arguments, entries, strict=True))
             self._block(inner)
         elif name in ("stablehlo.case", "stablehlo.if"):
+            before = self._resharded
             for region in op.regions:
                 for inner in region.blocks:
+                    # What one branch sends another one does not have, nor what comes after both.
+                    self._resharded = set()
                     self._block(inner)
+            self._resharded = before
 
     def _add(self, op: Operation) -> None:
         """Where both operands are sums over devices: the second is added to the first."""
@@ -267,7 +274,8 @@ class _Reader:
         elif name == "sdy.all_to_all":
             axes = _bare(tuple(dict.fromkeys(_AXIS.findall(str(held["params"])))))
         else:
-            axes = distinct(out | self._of_value.get(value, _NOWHERE))
+            given, made = division(value), self._divided(held["out_sharding"]).dims[0]
+            axes = distinct(_moving(given, made, self._sizes))
         self._send(op, _before_cast(value), axes, out, block, tag, gathered=along)
 
     def _send(
@@ -306,6 +314,24 @@ class _Reader:
                 origin=origin_of(op.operands[0]),
             )
         )
+
+
+def _first_tag(block: Block) -> int:
+    """Of the operations in a block; -1 where none has one."""
+    return next((o.attributes[TAG].value for o in block.operations if TAG in o.attributes), -1)
+
+
+def _moving(before: Division, after: Division, sizes: dict[str, int]) -> frozenset[str]:
+    """The mesh axes that divide another dimension afterwards, or the same in larger or smaller
+    parts: along the others everything stays where it is."""
+    places = []
+    for divided in (before, after):
+        found = set()
+        for dimension, axes in enumerate(divided):
+            for i, axis in enumerate(axes):
+                found.add((axis, dimension, ways(axes[i + 1 :], sizes)))
+        places.append(found)
+    return frozenset(axis for axis, *_ in places[0] ^ places[1])
 
 
 def _dims_of(named: Any) -> tuple[tuple[str, ...], ...]:

@@ -196,7 +196,8 @@ def partners_of(send: Operation) -> tuple[tuple[int, ...], ...] | tuple[str, ...
         attributes = ir.DictAttr(attributes["backend_config"])
     held = attributes["source_target_pairs" if "source_target_pairs" in attributes else _GROUPS]
     if isinstance(held, ir.DenseIntElementsAttr):
-        return tuple(tuple(int(d) for d in row) for row in np.asarray(held))
+        # jax fills up the smaller ones of unequal groups with -1.
+        return tuple(tuple(int(d) for d in row if d >= 0) for row in np.asarray(held))
     if not (axes := tuple(_MESH_AXIS.findall(str(held)))):
         raise ValueError(f"{send.name} is among devices that are not understood: {held}")
     return axes

@@ -229,13 +229,15 @@ class Compiling:
         target = self._ledger.target
         platform = target.lowering_platform
         options = compiler_options(platform, deviceless=not target.is_here)
+        apart = target.platform == "tpu"  # libtpu is a package of its own
         return self._ledger.key(
             "compile",
             self._ledger.subject_of(row),
             row.candidate,
             platform=target.platform,
             device=target.device_kind,
-            compiler="" if target.is_here else compiler_version(platform),
+            # Of CPUs and GPUs that are here jaxlib's version says it, which is in every key.
+            compiler="" if target.is_here and not apart else compiler_version(platform),
             # Without options as it was before they counted: those journals are still found.
             **({"options": options} if options else {}),
         )

@@ -137,7 +137,12 @@ class Ledger:
         measured = self.measured()
         best = self.time_of(measured[0]) if measured else None
         if best is None:
-            times = [r.propagated.time_s for r in self.rows if isinstance(r.propagated, Estimate)]
+            judged = (row.propagated for row in self.rows)
+            times = (
+                one.time_s
+                for one in judged
+                if isinstance(one, Estimate) and one.peak_memory_bytes <= self.limit_bytes
+            )
             best = min(times, default=None)
         event = Event(stage=stage, done=done, total=total, text=text, best_s=best)
         for callback in self.callbacks:

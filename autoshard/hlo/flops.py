@@ -16,7 +16,7 @@ from autoshard.arithmetic import (
     sort_flops,
     triangular_solve_flops,
 )
-from autoshard.convolutions import Window, taps
+from autoshard.convolutions import Window, patch_elements, taps
 from autoshard.hlo.records import Computation, HloError, Instruction, Shape
 
 _PRECISIONS = re.compile(r'"operand_precision":\s*\[([^\]]*)\]')
@@ -24,8 +24,14 @@ _ALGORITHM = re.compile(r'"algorithm":\s*"(ALG_DOT_\w+)"')
 
 TRANSCENDENTAL = frozenset(
     (
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
         "atan2",
+        "atanh",
         "cbrt",
+        "cosh",
         "cosine",
         "erf",
         "exponential",
@@ -36,6 +42,7 @@ TRANSCENDENTAL = frozenset(
         "power",
         "rsqrt",
         "sine",
+        "sinh",
         "sqrt",
         "tan",
         "tanh",
@@ -117,6 +124,28 @@ def _operand(instruction: Instruction, computation: Computation, index: int) -> 
 
 def convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, out: Shape) -> float:
     """Operations of a convolution of these shapes, with the window and labels of `instruction`."""
+    windows, labels = _windows(instruction, lhs, rhs, out)
+    features = lhs.dims[labels[1].index("f")] // _count(instruction, "feature_group_count")
+    batch = lhs.dims[labels[1].index("b")] // _count(instruction, "batch_group_count")
+    filters = out.dims[labels[3].index("f")]
+    falling = math.prod(map(taps, windows))
+    return product_flops(features * filters * batch * falling, lhs.dtype)
+
+
+def patches_of(instruction: Instruction, computation: Computation) -> int:
+    """Elements of patches that are copied for a convolution of XLA:CPU that no library takes."""
+    if reads_backwards(instruction):
+        return 0
+    lhs, rhs = (_operand(instruction, computation, i) for i in (0, 1))
+    windows, labels = _windows(instruction, lhs, rhs, instruction.shape)
+    batch, features = (lhs.dims[labels[1].index(label)] for label in "bf")
+    return patch_elements(windows, batch, features)
+
+
+def _windows(
+    instruction: Instruction, lhs: Shape, rhs: Shape, out: Shape
+) -> tuple[list[Window], re.Match[str]]:
+    """The windows of a convolution by dimension of space, and the labels of its operands."""
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels"))
     if not labels:
         raise HloError(
@@ -124,10 +153,10 @@ def convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, out: Sha
             f"got {instruction.attribute('dim_labels')!r}"
         )
     window = _window(instruction.attribute("window"))
-    falling = 1
+    found = []
     for d in sorted(label for label in labels[3] if label.isdigit()):
         at = int(d)
-        falling *= taps(
+        found.append(
             Window(
                 data=lhs.dims[labels[1].index(d)],
                 kernel=rhs.dims[labels[2].index(d)],
@@ -138,10 +167,7 @@ def convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, out: Sha
                 step=window["rhs_dilate"][at][0] if "rhs_dilate" in window else 1,
             )
         )
-    features = lhs.dims[labels[1].index("f")] // _count(instruction, "feature_group_count")
-    batch = lhs.dims[labels[1].index("b")] // _count(instruction, "batch_group_count")
-    filters = out.dims[labels[3].index("f")]
-    return product_flops(features * filters * batch * falling, lhs.dtype)
+    return found, labels
 
 
 def reads_backwards(instruction: Instruction) -> bool:

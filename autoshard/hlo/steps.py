@@ -14,11 +14,13 @@ from autoshard.hlo.flops import (
     ELEMENTWISE,
     TRANSCENDENTAL,
     matmul_flops,
+    patches_of,
     plain_flops,
     precision_of,
     reads_backwards,
 )
 from autoshard.hlo.loops import vectorizes
+from autoshard.hlo.product_rows import rows_of
 from autoshard.hlo.records import Computation, HloModule, Instruction
 from autoshard.hlo.slices import crossing, mesh_of_slice, rendezvous
 from autoshard.hlo.sums import degenerate_sums
@@ -295,6 +297,8 @@ class Steps:
                 collided=inside.collided,
                 degenerate=sums.along,
                 degenerate_across=sums.across,
+                patches=patches_of(instruction, computation) if opcode == "convolution" else 0.0,
+                rows=rows_of(instruction, computation, self._module),
                 bytes=max(inside.bytes, moved) if opcode == "fusion" else inside.bytes or moved,
                 cycles=int(cycles[1]) if cycles else None,
                 declared=inside.declared,

@@ -9,7 +9,7 @@ _LIBRARY = '"kind":"__ynn_fusion"'
 def degenerate_sums(fusion: Instruction, module: HloModule) -> Elements:
     """Elements of a fusion's sums of products beside a dimension of one element (`degenerate`)."""
     along, across = 0, 0
-    if _LIBRARY not in fusion.attribute("backend_config"):
+    if not is_handed_over(fusion):
         return Elements(along, across)
     body = module.find(fusion.calls("calls")[0])
     for instruction in body.instructions:
@@ -22,6 +22,11 @@ def degenerate_sums(fusion: Instruction, module: HloModule) -> Elements:
         found = elements([dims[d] for d in order], order.index(summed))
         along, across = along + found.along, across + found.across
     return Elements(along, across)
+
+
+def is_handed_over(fusion: Instruction) -> bool:
+    """Whether XLA:CPU leaves a fusion to its library."""
+    return _LIBRARY in fusion.attribute("backend_config")
 
 
 def _summed_product(

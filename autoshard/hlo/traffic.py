@@ -49,6 +49,7 @@ FREE_CALLS = frozenset(
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 _WORKSPACE = ("s8", "u8")
 _FOLLOWED = frozenset(("bitcast", "convert", "copy", "reshape", "reverse", "transpose"))
+_GIVEN = ("parameter", "get-tuple-element")
 _ON_CHIP = (1, 2, 3, 4, 6)
 HOST = 5
 """The memory space of the host, on TPU and GPU."""
@@ -108,7 +109,8 @@ class Traffic:
     def _results(self, instruction: Instruction, opcode: str) -> tuple[Shape, ...]:
         """The leaves an instruction writes; a start also lists its operands and a context."""
         started = opcode != instruction.opcode and len(instruction.elements) > 1
-        if started and opcode != "all-reduce":
+        nested = len(instruction.shapes) != len(instruction.operands)  # jax 0.12 on GPU
+        if started and (opcode != "all-reduce" or nested):
             # copy-start alone lists its result first.
             return instruction.elements[0 if opcode == "copy" else 1]
         if opcode == "custom-call" and instruction.custom_call_target.startswith("__cu"):
@@ -125,7 +127,7 @@ class Traffic:
         for value, shape in zip(outputs, shapes, strict=False):
             origin = self._origin(value, body)
             total += self._outside(shape, self._written(origin, shape, body))
-            if origin.opcode in ("dynamic-update-slice", "scatter"):
+            if self._is_in_place(origin, body):
                 in_place.add(origin.name)
         seen: set[str] = set()
         for parameter, name in zip(body.parameters, fusion.operands, strict=True):
@@ -153,9 +155,10 @@ class Traffic:
             return body.find(origin.operands[0]).bytes
         if origin.opcode == "custom-call" and origin.custom_call_target in FREE_CALLS:
             return 0
-        if origin.opcode == "dynamic-update-slice":
+        in_place = self._is_in_place(origin, body)
+        if in_place and origin.opcode == "dynamic-update-slice":
             return body.find(origin.operands[1]).bytes
-        if origin.opcode == "scatter":
+        if in_place:
             return 2 * sum(update.bytes for update in _updates(origin, body))
         if origin.opcode == "fusion":
             inner = self._module.find(origin.calls("calls")[0])
@@ -185,7 +188,9 @@ class Traffic:
         if user.opcode in _FOLLOWED and user.bytes:
             inner = self._read(user, body, in_place) if not user.root else user.bytes
             return inner * whole // user.bytes
-        if user.opcode == "tuple" or continues_another(user, self.users(body)):
+        if user.opcode == "tuple":  # what is given is passed on, what is made of it written anew
+            return 0 if self._origin(value, body).opcode in _GIVEN else whole
+        if continues_another(user, self.users(body)):
             return 0
         if user.opcode == "custom-call" and user.custom_call_target in FREE_CALLS:
             return 0
@@ -208,7 +213,16 @@ class Traffic:
         if not fusion.root:
             return set()
         origins = (self._origin(value, inner) for value in self._outputs(inner))
-        return {o.name for o in origins if o.opcode in ("dynamic-update-slice", "scatter")}
+        return {o.name for o in origins if self._is_in_place(o, inner)}
+
+    def _is_in_place(self, value: Instruction, body: Computation) -> bool:
+        """Whether a fused value overwrites a part of what the fusion is given, and no more.
+
+        What the fusion makes itself, as a fill, it writes as a whole.
+        """
+        if value.opcode not in ("dynamic-update-slice", "scatter"):
+            return False
+        return self._origin(body.find(value.operands[0]), body).opcode in _GIVEN
 
 
 def _updates(scatter: Instruction, computation: Computation) -> list[Instruction]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from autoshard.rows import MANY
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -25,6 +27,8 @@ class Work:
       degenerate: elements of sums of products beside a dimension of one (`degenerate`), where what
         is added up lies densely.
       degenerate_across: the same where it does not.
+      rows: of the result of the product that it makes (`rows`), the most of several.
+      patches: elements of patches that are copied for a convolution (`convolutions`).
       cycles: the compiler's own estimate, clock cycles; None where it prints none that can be.
       declared: operations and bytes come from the declared cost of a custom call.
     """
@@ -41,5 +45,7 @@ class Work:
     collided: float = 0.0
     degenerate: float = 0.0
     degenerate_across: float = 0.0
+    rows: float = MANY
+    patches: float = 0.0
     cycles: int | None = None
     declared: bool = False

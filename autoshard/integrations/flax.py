@@ -88,7 +88,8 @@ def nnx_workload(
         are averaged over them, which is exact for a loss that is a mean over examples.
 
     Raises:
-      WorkloadError: `accumulate` does not divide the batch; a plain array of JAX's in the module.
+      WorkloadError: `accumulate` is below 1 or does not divide the batch; `make_model` returns no
+        nnx.Module, or one with a plain array of JAX's in it.
     """
     from flax import nnx
 
@@ -160,7 +161,7 @@ def linen_workload(
       **init_kwargs: keyword arguments of `module.init`, such as `train=False`.
 
     Raises:
-      WorkloadError: `accumulate` does not divide the batch.
+      WorkloadError: `accumulate` is below 1 or does not divide the batch.
     """
 
     rngs = _several(rngs)

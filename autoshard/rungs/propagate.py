@@ -18,6 +18,7 @@ from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.operations import OwnSend
 from autoshard.partitioned import partitioned
+from autoshard.rows import MANY
 from autoshard.rungs.gathers import copies_of
 from autoshard.rungs.own_sends import collective_of
 from autoshard.rungs.sending import folded, in_place, sent_in_step
@@ -159,6 +160,8 @@ class Propagator:
             collided=collided,
             degenerate=along,
             degenerate_across=across,
+            patches=kernels.kernel_patches / self._ways_read(judged, sizes),
+            rows=self._rows(judged, sizes, cost.constants.least_rows),
             turned=kernels.kernel_turned,
             touched=_touched(kernels, traffic, trips, peak),
             vectorized=self._vectorized(judged, sizes, flops, traffic, cost.constants),
@@ -243,6 +246,33 @@ class Propagator:
         for one in kernels.summed_products:
             (dims, *_) = (judged and judged.dims.get(one.tag)) or ((),)
             found[one.kernel] += elements(_local(one.extents, dims, sizes), one.dimension)
+        return found
+
+    def _rows(
+        self, judged: Judged | None, sizes: dict[str, int], least_rows: float
+    ) -> np.ndarray | float:
+        """(k,) of the result of each product that has few, on one device; else `MANY` (`rows`)."""
+        if least_rows <= 1.0:
+            return MANY
+        kernels = self._analysis.kernels
+        devices = math.prod(sizes.values())
+        found = np.full(len(kernels.kernel_value), MANY)
+        for one in kernels.rowed_products:
+            if one.rows < least_rows * devices:
+                (dims, *_) = (judged and judged.dims.get(one.tag)) or ((),)
+                local = _local(one.extents, dims, sizes)
+                found[one.kernel] = max(math.prod(local[d] for d in one.dimensions), 1)
+        return found
+
+    def _ways_read(self, judged: Judged | None, sizes: dict[str, int]) -> np.ndarray:
+        """(k,) in how many parts a convolution reads its data, where patches are made of them."""
+        kernels = self._analysis.kernels
+        found = np.ones(len(kernels.kernel_value))
+        if judged is None:
+            return found
+        for k in np.flatnonzero(kernels.kernel_patches):
+            tag, _ = self._results[int(kernels.kernel_value[k])]
+            found[k] = ways(judged.operands.get(tag, (frozenset[str](),))[0], sizes)
         return found
 
     def _regathered(

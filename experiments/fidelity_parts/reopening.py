@@ -29,6 +29,7 @@ _BESIDE = {
     "turned_flops_per_s": "contract_flops_per_s",
     "unvectorized_flops_per_s": "element_flops_per_s",
     "array_s": "launch_s",
+    "patch_s": "element_flops_per_s",
 }
 """Constants that older calibrations lack -> one that they have, and that goes with it.
 

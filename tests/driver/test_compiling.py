@@ -13,6 +13,7 @@ from autoshard.driver import compiling
 from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Row
 from autoshard.driver.measuring import Measuring, opened_bench
+from autoshard.layout import Candidate, Layout
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.worker import WorkerSettings, worker_here
 from autoshard.strategy import baselines
@@ -201,3 +202,20 @@ def test_after_ctrl_c_nothing_stays_in_the_queue_of_a_users_executor(quick, monk
     with pytest.raises(autoshard.NoPlanError):
         quick(executor=executor, callbacks=[press])
     assert executor.given and all(future.cancelled() for future in executor.given)
+
+
+@pytest.mark.parametrize(
+    ("platform", "told"), [("tpu", "libtpu 1"), ("gpu", ""), ("cpu", "")], ids=str
+)
+def test_the_compiler_of_a_live_tpu_is_in_the_key(ledger, monkeypatch, platform, told):
+    """It is a package of its own; jaxlib's version, which every key has, says no more of it."""
+    monkeypatch.setattr(compiling, "compiler_version", lambda platform: "libtpu 1")
+    kept = {}
+    monkeypatch.setattr(type(ledger), "key", lambda self, *_, **more: kept.update(more))
+    ledger.target = dataclasses.replace(ledger.target, platform=platform)
+    ledger.subjects = [subject("adamw")]
+    candidate = Candidate(layout=Layout(mesh=()))
+    Compiling(ledger, None).key(
+        Row(subject=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
+    )
+    assert kept["compiler"] == told

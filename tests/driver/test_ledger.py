@@ -8,7 +8,9 @@ import pytest
 
 from autoshard.cost import CostModel
 from autoshard.driver import ledger as ledger_file
+from autoshard.driver.ledger import Row
 from autoshard.layout import Candidate, Layout
+from autoshard.trial import Estimate, Rung, Stage
 from tests.analysed import CONSTANTS
 
 
@@ -83,3 +85,27 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
         case "more":
             asked["seed"] = 1
     assert ledger.key(**asked) != before
+
+
+def test_the_best_that_is_told_of_fits(ledger):
+    told = []
+    ledger.callbacks, ledger.limit_bytes = (told.append,), 100
+    candidate = Candidate(layout=Layout(mesh=()))
+    for time_s, peak in ((1.0, 200), (3.0, 90), (2.0, 100)):
+        judged = Estimate(
+            rung=Rung.PROPAGATE,
+            time_s=time_s,
+            compute_s=time_s,
+            communication_s=0.0,
+            peak_memory_bytes=peak,
+            state_bytes=0,
+            flops=0.0,
+            bytes_accessed=0.0,
+            op_count=0,
+            collectives=(),
+        )
+        ledger.rows.append(
+            Row(subject=0, candidate=candidate, baseline="", program=0, propagated=judged)
+        )
+        ledger.tell(Stage.PROPAGATE, 1, 3, "")
+    assert [event.best_s for event in told] == [None, 3.0, 2.0]

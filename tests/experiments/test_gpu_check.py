@@ -40,3 +40,17 @@ def test_rows_of_other_programs_stay(tmp_path) -> None:
     gpu_check.keep_rows(path, head, [{"program": "b", "ratio": 0.8}])
     assert gpu_check.kept_rows(path) == [*first, {"program": "b", "ratio": 0.8}]
     assert gpu_check.kept_rows(tmp_path / "none.json") == []
+
+
+def test_rows_are_kept_where_writing_ends_early(tmp_path, monkeypatch) -> None:
+    path, head = tmp_path / "h100.json", {"chip": "h100", "rates": {}}
+    rows = [{"program": "a", "ratio": 0.7}]
+    gpu_check.keep_rows(path, head, rows)
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        gpu_check.keep_rows(path, head, [{"program": "b", "ratio": 0.8}])
+    assert gpu_check.kept_rows(path) == rows

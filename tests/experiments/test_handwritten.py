@@ -64,6 +64,7 @@ def test_every_case_has_layouts_and_no_other():
 @pytest.mark.parametrize("name", CASES)
 def test_fsdp_divides_all_that_divides(name, devices):
     leaves = specs(name, "fsdp", devices, "shrunk")
+    assert any("['params']" in path for path in leaves)
     for path, (shape, part, _) in leaves.items():
         if "['params']" in path:
             layers = 1 if re.search(r"\['layers'\]\['|_L", path) else 0  # stacked ones stay whole
@@ -201,8 +202,12 @@ def test_a_parameter_without_names_is_refused():
 
 def test_the_models_of_the_experiments_are_cases_too():
     for chosen in (sized.decoder_case(sizes.DECODER), sized.mlp_case(sizes.MLP)):
-        for layout in (rules.replicated(8), *steps.hand_steps(chosen, 8).values()):
-            steps.prepare(chosen, layout, jax.devices())
+        alone = rules.replicated(8)
+        for layout in (alone, *steps.hand_steps(chosen, 8).values()):
+            prepared = steps.prepare(chosen, layout, jax.devices())
+            shardings = jax.tree.leaves((prepared.state, prepared.batch))
+            whole = all(sharding.is_fully_replicated for sharding in shardings)
+            assert shardings and whole == (layout is alone), layout
 
 
 def test_no_import_of_autoshard():

@@ -20,6 +20,10 @@ def test_a_layout_computes_what_the_workload_does(name, layout):
     hand_layouts.check(name, layout)
 
 
+def test_gathers_are_found_where_there_are_some():
+    assert gathered("mlp", "fsdp x tensor parallel 4x2")
+
+
 def test_divided_tables_are_not_gathered():
     first, last = "['params']['tables'][0]", "['params']['tables'][6]"  # 4096 rows, and 3
     by_rows, by_columns = (specs("recommender", f"tables by {x}") for x in ("rows", "columns"))
@@ -32,7 +36,11 @@ def test_divided_tables_are_not_gathered():
 
 
 def test_divided_edges_need_one_sum_for_each_round_of_messages():
+    """And one of gradients; batch statistics, which data parallelism sums, are whole everywhere."""
     assert not gathered("graph_network", "edge parallel")
+    text = compiled_layout("graph_network", "edge parallel")[1].as_text()
+    rounds = of("graph_network").config.layers
+    assert rounds <= len(re.findall(r" all-reduce(?:-start)?\(", text)) <= 2 * rounds
 
 
 def test_rows_of_an_image_are_exchanged_at_the_border():

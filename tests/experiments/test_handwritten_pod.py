@@ -10,9 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.handwritten_pod.baselines import baselines
+from autoshard.cost import CostModel
+from autoshard.target import find_target
+from autoshard.trial import Failure
+from experiments import hand_judge
+from experiments.handwritten_pod.baselines import Baseline, baselines
 from experiments.handwritten_pod.step import train_step
 from experiments.pod_sizes import LLAMA3, LLAMA3_TINY, MIXTRAL, MIXTRAL_TINY
+from tests.analysed import CONSTANTS
 from tests.compiled import compiled
 
 # Float32, so that routing is the same under every layout; short, and layers of a number of its own.
@@ -188,3 +193,16 @@ def test_no_import_of_autoshard():
                 names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "autoshard" for name in names), path
             assert not any(name.startswith("experiments.pod_tasks") for name in names), path
+
+
+def test_a_layout_that_does_not_divide_is_a_row_and_no_end(tmp_path) -> None:
+    """Of 128 sequences over 72 devices, say: the others are still judged."""
+
+    def build(mesh, size):
+        raise ValueError("a batch of 128 in 1 parts must divide over the 72 devices")
+
+    uneven = {"data parallel": Baseline(axes=(("data", 8),), build=build)}
+    target = find_target(jax.devices()[:8])
+    found = hand_judge.judged(uneven, LLAMA3_TINY, target, CostModel(CONSTANTS), tmp_path)
+    assert isinstance(found["data parallel"], Failure)
+    assert "must divide over the 72 devices" in found["data parallel"].message

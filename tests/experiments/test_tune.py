@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import autoshard
+from autoshard.trial import Measurement
 from experiments import sizes, tasks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,4 +38,6 @@ def test_what_is_tuned_is_trained_and_kept(
     assert (run / "journal.jsonl").exists() and list(run.glob("**/000003"))
     model_fn = tasks.mlp_task(sizes.MLP).model_fn
     plan = autoshard.load_plan(run / "plan.json", model_fn, jax.devices()[:8])
-    assert plan.layout.mesh
+    kept = json.loads((run / "plan.json").read_text())["candidate"]
+    assert plan.candidate.to_json() == kept
+    assert any(isinstance(trial.profiled, Measurement) for trial in plan.evidence.trials)

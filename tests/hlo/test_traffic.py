@@ -67,6 +67,24 @@ CONVERTED_UPDATE = (
     "  %d = f32[1000,64]{1,0} dynamic-update-slice(%a, %b, %c, %zero)\n"
     "  ROOT %e = f32[1000,64]{1,0} negate(%d)"
 )
+FILLED_UPDATE = (
+    "  %k = f32[] constant(0)\n"
+    "  %a.1 = f32[1000,64]{1,0} broadcast(%k), dimensions={}\n"
+    "  ROOT %d = f32[1000,64]{1,0} dynamic-update-slice(%a.1, %b, %c, %zero)"
+)
+CAST_UPDATE = (
+    "  %a.1 = f32[1000,64]{1,0} convert(%a)\n"
+    "  ROOT %d = f32[1000,64]{1,0} dynamic-update-slice(%a.1, %b, %c, %zero)"
+)
+TWO_OF_ONE = (
+    "  %a.1 = f32[1000,64]{1,0} convert(%a)\n"
+    "  %a.2 = f32[1000,64]{0,1} copy(%a)\n"
+    "  ROOT %d = (f32[1000,64]{1,0}, f32[1000,64]{0,1}) tuple(%a.1, %a.2)"
+)
+PASSED_ON = (
+    "  %b.1 = f32[1,64]{1,0} negate(%b)\n"
+    "  ROOT %d = (f32[1000,64]{1,0}, f32[1,64]{1,0}) tuple(%a, %b.1)"
+)
 SLICE = (
     "  %a.1 = f32[1000,64]{1,0} convert(%a)\n"
     "  ROOT %d = f32[1,64]{1,0} dynamic-slice(%a.1, %c, %zero), dynamic_slice_sizes={1,64}"
@@ -87,6 +105,11 @@ SLICE_AND_WHOLE = (
         (UPDATE_BEHIND_BITCASTS, "f32[1000,64]{1,0}", 2 * ROW_BYTES + 4),
         # not in place: everything is read and written
         (CONVERTED_UPDATE, "f32[1000,64]{1,0}", 2001 * ROW_BYTES + 4),
+        # nor is what is made here: the whole is written, of the cast the whole read too
+        (FILLED_UPDATE, "f32[1000,64]{1,0}", 1001 * ROW_BYTES + 4),
+        (CAST_UPDATE, "f32[1000,64]{1,0}", 2001 * ROW_BYTES + 4),
+        (TWO_OF_ONE, "(f32[1000,64]{1,0}, f32[1000,64]{0,1})", 3000 * ROW_BYTES),
+        (PASSED_ON, "(f32[1000,64]{1,0}, f32[1,64]{1,0})", 2 * ROW_BYTES),
         # reads and writes one row; parameter b is unused
         (SLICE, "f32[1,64]{1,0}", 2 * ROW_BYTES + 4),
         (SLICE_AND_WHOLE, "f32[1000,64]{1,0}", 2 * 1000 * ROW_BYTES + 4),
@@ -95,6 +118,23 @@ SLICE_AND_WHOLE = (
 def test_a_fusion(body, result, expected):
     line = f"  ROOT %r = {result} fusion(%t, %u, %i), kind=kLoop, calls=%fused"
     assert bytes_of(ARGUMENTS + line, FUSED.format(body=body)) == expected
+
+
+@pytest.mark.parametrize(
+    "result", ["f32[1000,64]{1,0}", "((f32[1000,64]{1,0}), f32[1000,64]{1,0})"]
+)
+def test_an_all_reduce_reads_and_writes_once_however_its_start_is_printed(result):
+    entry = (
+        "  %t = f32[1000,64]{1,0} parameter(0)\n"
+        f"  %s = {result} all-reduce-start(%t), replica_groups={{{{0,1}}}}, to_apply=%f\n"
+        "  ROOT %d = f32[1000,64]{1,0} all-reduce-done(%s)"
+    )
+    sums = (
+        "%f (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n"
+        "  %b = f32[] parameter(1)\n  ROOT %r = f32[] add(%a, %b)\n}\n\n"
+    )
+    text = f"HloModule m, is_scheduled=true, num_partitions=2\n\n{sums}ENTRY %e {{\n{entry}\n}}\n"
+    assert count(parse(text), (("x", 2),)).bytes_accessed == 2 * 1000 * ROW_BYTES
 
 
 def test_a_slice_in_a_nested_fusion():

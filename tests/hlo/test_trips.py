@@ -107,6 +107,7 @@ def test_printed_and_read_counts_agree_on_compiled_loops(f, expected):
     text = jax.jit(f).lower(X).compile().as_text()
     assert set(trips_of(parse(text))) == expected
     bare = re.sub(r'"known_trip_count":\{"n":"\d+"\}', '"x":0', text)
+    assert "known_trip_count" in text and "known_trip_count" not in bare
     assert set(trips_of(parse(bare))) == expected
 
 

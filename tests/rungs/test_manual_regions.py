@@ -122,6 +122,20 @@ def chosen(x, up, down):  # type: ignore[no-untyped-def]
     return region(body, specs, P("data"), check_vma=False)(x, up, down)
 
 
+def unevenly(x, up, down):  # type: ignore[no-untyped-def]
+    """Three devices of each four add up, one is alone; the gradient is not asked for."""
+
+    def body(x, up, down):  # type: ignore[no-untyped-def]
+        made = jnp.tanh(x @ up) @ down
+        of_three = jax.lax.psum(
+            jax.lax.stop_gradient(made), "model", axis_index_groups=[[0], [1, 2, 3]]
+        )
+        return made + of_three
+
+    specs = (P("data"), P(None, "model"), P("model"))
+    return region(body, specs, P("data"), check_vma=False)(x, up, down)
+
+
 def stacked(x, up, down):  # type: ignore[no-untyped-def]
     """A region in a loop."""
 
@@ -156,7 +170,7 @@ def step_of(function) -> Workload:  # type: ignore[no-untyped-def]
     return train(loss, init, shaped(ROWS, WIDE))
 
 
-EVERY = [summed, ring, exchanged, partly, looking_up, narrow, chosen, stacked]
+EVERY = [summed, ring, exchanged, partly, looking_up, narrow, chosen, unevenly, stacked]
 
 
 def both(workload: Workload) -> tuple[Estimate, hlo.HloCounts]:
