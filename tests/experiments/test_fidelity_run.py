@@ -8,6 +8,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,6 +215,25 @@ def test_a_small_space_is_taken_whole(
     assert {ledger.rows[one.row].program for one in sample.programs} == {
         row.program for row in ledger.rows
     }
+
+
+@pytest.mark.parametrize(
+    ("layouts", "programs", "most", "whole"),
+    [(50, 3, 3, True), (50, 4, 3, False), (51, 3, 3, False), (1, 1, 48, True)],
+)
+def test_a_space_is_small_that_was_judged_whole_and_has_few_programs(
+    layouts: int, programs: int, most: int, whole: bool
+) -> None:
+    """Of fifty candidates that the budget allows: two layouts may be one program."""
+    rows = [types.SimpleNamespace(program=i % programs) for i in range(2 * programs)]
+    space = types.SimpleNamespace(size=lambda: layouts)
+    ledger = types.SimpleNamespace(
+        subjects=[types.SimpleNamespace(space=space)],
+        budget=autoshard.Budget(candidates=50),
+        rows=rows,
+    )
+    picks: Any = types.SimpleNamespace(_ledger=ledger)
+    assert sampling._Picks.whole_space(picks, most) is whole
 
 
 def names_of(found: dict[str, Any]) -> list[str]:
