@@ -1,8 +1,8 @@
 """Convolutions: which taps fall on data, and which of them XLA:CPU does how.
 
 It hands most to a library (YNNPACK). Of the others Eigen multiplies patches: for each place of the
-result what the kernel covers there is copied first (`extract_image_patches`), but where the data
-are spread.
+result what the kernel covers there is copied first (`extract_image_patches`); where data are spread
+alone it multiplies first and adds what falls on one place then.
 
 XLA turns a convolution around where the kernel covers more places than the data have: the data are
 taken for the kernel, and read backwards (`AlgebraicSimplifierVisitor::SwapConvOperands`). XLA:CPU
@@ -15,8 +15,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-_FEW_FEATURES = 16
-"""The library takes no convolution that neither reads nor makes more."""
+FEW_FEATURES = 16
+"""XLA:CPU's library takes no convolution that neither reads nor makes more, on one device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,31 +72,36 @@ def is_turned_around(windows: Sequence[Window], groups: int) -> bool:
     return groups == 1 and kernel > data
 
 
-def is_handed_over(windows: Sequence[Window], groups: int, features: int) -> bool:
-    """Whether XLA:CPU hands a convolution of float32 to its library.
+def fits_library(windows: Sequence[Window], groups: int) -> bool:
+    """Whether XLA:CPU's library takes a convolution, if it has features enough.
 
     Source: `IsConvolutionOpSupportedByYnn` (xla/backends/cpu/ynn_support.cc, 2026).
 
     Args:
       windows: one for each dimension of space.
       groups: of the batch; 1 for none.
-      features: the more of those that it reads and of those that it makes.
     """
     return (
         len(windows) == 2
         and groups == 1
-        and features > _FEW_FEATURES
         and all(w.spread == 1 and max(w.kernel, w.out) <= w.data for w in windows)
     )
 
 
-def patch_elements(windows: Sequence[Window], batch: int, features: int) -> int:
+def patch_elements(
+    windows: Sequence[Window], batch: int, features: int, feature_groups: int
+) -> int:
     """Elements of all patches that Eigen copies; 0 where it goes another way.
 
+    Source: `CanUseCustomTransposedConv` (xla/backends/cpu/runtime, 2026).
+
     Args:
-      features: that it reads.
+      features: that it reads, of all groups.
     """
-    if any(window.spread > 1 for window in windows):
+    spread_alone = any(w.spread > 1 for w in windows) and all(
+        w.stride == w.step == 1 for w in windows
+    )
+    if spread_alone and feature_groups == 1:
         return 0
     return batch * features * math.prod(window.out * window.kernel for window in windows)
 

@@ -143,8 +143,8 @@ class Constants:
       degenerate_s: seconds for each element of a sum of products beside a dimension of one element
         (`degenerate`), beyond its arithmetic and its bytes; on a shared host alone.
       degenerate_across_s: the same where what is added up does not lie densely.
-      turned_flops_per_s: convolutions that no library takes (`convolutions`); 0 for as fast as
-        those that one does.
+      turned_flops_per_s: convolutions that XLA turns around (`convolutions`); 0 for as fast as the
+        others.
       least_rows: a product of fewer rows takes as long as one of so many (`rows`); on a shared host
         alone.
       patch_s: seconds for each element of the patches that are copied for a convolution
@@ -285,7 +285,7 @@ class CostModel:
           dtypes: of a product's operands; "" for other kernels.
           transposed: elements that a kernel reads across cache lines, each by what it costs.
           collided: those whose lines push each other out of the cache, each by its crowding.
-          turned: whether it is a convolution that no library takes.
+          turned: whether it is a convolution that XLA turns around.
           vectorized: whether it does not do its arithmetic element by element.
           touched: as `memory_s` has it.
           degenerate, degenerate_across: as `Work` has them.

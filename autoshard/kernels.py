@@ -7,7 +7,6 @@ Not modelled: XLA's algebraic simplification, layout changes, and buffer reuse i
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 from autoshard.buffers import Loop, Values, assign
 from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
+from autoshard.compat.convolution import Convolution
 from autoshard.fusion import Fusion, Transposed
 from autoshard.operations import BORDERS, HEAVY, JOINS, UPDATE, Operations, OwnSend
 
@@ -45,24 +45,40 @@ class SummedProduct(NamedTuple):
 
 
 class RowedProduct(NamedTuple):
-    """A product whose result has rows (`rows`).
+    """A matrix product, whose result has rows (`rows`).
 
     Attributes:
       kernel: its number.
       tag: of the operation.
       extents: of the result if nothing is sharded.
       dimensions: of the result, along which its rows lie; none of a vector times a matrix.
+      columns: the others, but for the batch's: the rows where XLA turns the product around.
     """
 
     kernel: int
     tag: int
     extents: tuple[int, ...]
     dimensions: tuple[int, ...]
+    columns: tuple[int, ...]
 
-    @property
-    def rows(self) -> int:
-        """How many, if nothing is sharded."""
-        return math.prod(self.extents[d] for d in self.dimensions)
+
+class ConvolvedKernel(NamedTuple):
+    """A convolution that XLA does not turn around.
+
+    Attributes:
+      kernel: its number.
+      tag: of the operation.
+      data: the value that is convolved.
+      data_extents, extents: of the data and of the result if nothing is sharded.
+      said: what else is to be known of it.
+    """
+
+    kernel: int
+    tag: int
+    data: int
+    data_extents: tuple[int, ...]
+    extents: tuple[int, ...]
+    said: Convolution
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +103,6 @@ class KernelTable:
       kernel_loops: (k,) whether it computes each element of its value from one of each operand.
       kernel_extents: (k, rank) of the dimensions of its value, 1 where it has none.
       kernel_turned: (k,) whether it is a convolution that XLA turns around (`convolutions`).
-      kernel_patches: (k,) elements of patches that are copied for a convolution (`convolutions`).
       kernel_dtypes: (k,) of a product's or convolution's operands, such as `bf16`, with how
         precisely it multiplies (`precision.multiplied_as`); else "".
       read_kernel, read_value: (r,) which kernel reads which value.
@@ -98,7 +113,8 @@ class KernelTable:
       transposed_arrays: (t,) how many arrays of its size are read for it, each across cache lines.
       transposed_extents: (t,) its dimensions if nothing is sharded.
       transposed_turns: (t,) from which order of them to which it is brought.
-      rowed_products: products, each a kernel, and convolutions that XLA:CPU hands to a library.
+      rowed_products: matrix products, each a kernel.
+      convolutions: those that XLA does not turn around.
       summed_products: what XLA:CPU hands to a library as sums of products (`degenerate`).
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
@@ -127,7 +143,6 @@ class KernelTable:
     kernel_loops: np.ndarray
     kernel_extents: np.ndarray
     kernel_turned: np.ndarray
-    kernel_patches: np.ndarray
     kernel_dtypes: tuple[str, ...]
     read_kernel: np.ndarray
     read_value: np.ndarray
@@ -139,6 +154,7 @@ class KernelTable:
     transposed_extents: tuple[tuple[int, ...], ...]
     transposed_turns: tuple[Turn, ...]
     rowed_products: tuple[RowedProduct, ...]
+    convolutions: tuple[ConvolvedKernel, ...]
     summed_products: tuple[SummedProduct, ...]
     buffer: np.ndarray
     live_from: np.ndarray
@@ -267,8 +283,9 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         kernel_writes=np.array(kernel_writes),
         kernel_loops=np.array([ops.op_of[v] not in HEAVY for v in kernel_value], dtype=bool),
         kernel_extents=_extents([ops.dims[v] for v in kernel_value]),
-        kernel_turned=np.array([v in ops.turned for v in kernel_value], dtype=bool),
-        kernel_patches=np.array([ops.patches.get(v, 0) for v in kernel_value], dtype=float),
+        kernel_turned=np.array(
+            [v in ops.convolved and ops.convolved[v].turned for v in kernel_value], dtype=bool
+        ),
         kernel_dtypes=tuple(kernel_dtypes),
         read_kernel=np.array(read_kernel, dtype=int),
         read_value=np.array(read_value, dtype=int),
@@ -280,6 +297,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         transposed_extents=tuple(tuple(ops.dims[t.value]) for t in transposed),
         transposed_turns=tuple(t.turn for t in transposed),
         rowed_products=_rowed_products(ops, kernel_value),
+        convolutions=_convolutions(ops, kernel_value),
         summed_products=_summed_products(ops, kernel_value, summed),
         buffer=np.array(buffer, dtype=int),
         live_from=live_from,
@@ -295,12 +313,35 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
 
 
 def _rowed_products(ops: Operations, kernel_value: list[int]) -> tuple[RowedProduct, ...]:
-    """Kernels that are products with rows."""
+    """Kernels that are matrix products."""
     tag_of = {first: tag for tag, (first, _) in ops.tags.items()}
     return tuple(
-        RowedProduct(kernel=kernel, tag=tag_of[v], extents=ops.dims[v], dimensions=ops.row_dims[v])
+        RowedProduct(
+            kernel=kernel,
+            tag=tag_of[v],
+            extents=ops.dims[v],
+            dimensions=ops.free_dims[v][0],
+            columns=ops.free_dims[v][1],
+        )
         for kernel, v in enumerate(kernel_value)
-        if v in ops.row_dims
+        if v in ops.free_dims
+    )
+
+
+def _convolutions(ops: Operations, kernel_value: list[int]) -> tuple[ConvolvedKernel, ...]:
+    """Kernels that are convolutions as they stand."""
+    tag_of = {first: tag for tag, (first, _) in ops.tags.items()}
+    return tuple(
+        ConvolvedKernel(
+            kernel=kernel,
+            tag=tag_of[v],
+            data=ops.operands[v][0],
+            data_extents=ops.dims[ops.operands[v][0]],
+            extents=ops.dims[v],
+            said=ops.convolved[v],
+        )
+        for kernel, v in enumerate(kernel_value)
+        if v in ops.convolved and not ops.convolved[v].turned
     )
 
 

@@ -18,7 +18,7 @@ from autoshard.arithmetic import (
 from autoshard.buffers import Loop
 from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
-from autoshard.compat.convolution import convolution
+from autoshard.compat.convolution import Convolution, convolution
 from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.ragged import ragged_flops
 from autoshard.precision import multiplied_as
@@ -132,10 +132,10 @@ class Operations:
       site_values: (value, site index) of each sharding constraint.
       loops: every `while`.
       contracting: tags of products and convolutions with the values they take.
-      turned: values of convolutions that XLA turns around (`convolutions`).
       transposed: by the value an operation makes, the values it transposes (`transposes`), and how.
-      row_dims: by the value a product or convolution makes, the dimensions of its rows (`rows`).
-      patches: by the value a convolution makes, the elements of patches that are copied for it.
+      free_dims: by the value a matrix product makes, its dimensions that are of the left operand
+        alone, and those that are of the right one.
+      convolved: by the value a convolution makes, what is to be known of it.
       summed: by the value a `reduce` makes, the dimension of one array that it adds up.
       length: the last position.
       platform: that the module was lowered for.
@@ -163,11 +163,10 @@ class Operations:
         self.site_values: list[tuple[int, int]] = []
         self.loops: list[Loop] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
-        self.turned: set[int] = set()
         self.transposed: dict[int, dict[int, Turn]] = {}
         self.summed: dict[int, int] = {}
-        self.row_dims: dict[int, tuple[int, ...]] = {}
-        self.patches: dict[int, int] = {}
+        self.free_dims: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.convolved: dict[int, Convolution] = {}
         self.length = 0
         self.sent: list[OwnSend] = []
         self.assumptions: list[str] = []
@@ -260,16 +259,15 @@ class Operations:
                 dtype = stablehlo.dtype_of(op.operands[0])
                 self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
         if name == _CONVOLUTION:
-            read = convolution(op)
-            if read.turned:
-                self.turned.add(first)
-            if read.row >= 0:
-                self.row_dims[first] = (read.row,)
-            self.patches[first] = read.patches
+            self.convolved[first] = convolution(op)
         if name == "stablehlo.dot_general":
             (batch, contracted), _ = stablehlo.product_dimensions(op)
             rank = len(stablehlo.shape_of(op.operands[0]))
-            self.row_dims[first] = tuple(range(len(batch), rank - len(contracted)))
+            right = rank - len(contracted)
+            self.free_dims[first] = (
+                tuple(range(len(batch), right)),
+                tuple(range(right, len(self.dims[first]))),
+            )
         if name == "stablehlo.reduce" and (dimension := stablehlo.summed_dimension(op)) >= 0:
             self.summed[first] = dimension
         if turns := transposed_operands(op):

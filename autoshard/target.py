@@ -152,7 +152,8 @@ def find_target(
 
     Raises:
       TargetError: no devices, something that is not a mesh, a name that no hardware has, or its
-        compiler is not installed; memory_bytes above what the named hardware has.
+        compiler is not installed; memory_bytes above what the named hardware has; `hardware` beside
+        devices; an accelerator that says no memory and that the catalogue does not know.
     """
     given: tuple[tuple[str, int], ...] = ()
     if hardware is not None and not isinstance(mesh, str):

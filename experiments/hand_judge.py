@@ -46,7 +46,7 @@ def judged(
             found[name] = (
                 result if isinstance(result, Failure) else estimate_of(module, result, cost)
             )
-    return found
+    return {name: found[name] for name in baselines}
 
 
 def lowered(baseline: Baseline, size: PodSize, target: Target) -> Module:

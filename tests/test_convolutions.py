@@ -15,7 +15,7 @@ from autoshard.hlo.steps import Launch, Steps
 from autoshard.hlo.work import Work
 from autoshard.layout import Layout, rules
 from autoshard.workload import Workload
-from tests.analysed import CONSTANTS, analyse, kernels_of, propagator
+from tests.analysed import CONSTANTS, analyse, asked_of, kernels_of, propagator
 from tests.programs import shaped
 
 LABELS = ("NHWC", "HWIO", "NHWC")
@@ -59,8 +59,8 @@ def test_a_convolution_with_less_data_than_kernel_is_turned_around(
     launches = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
     assert any(kernels.kernel_turned) == turned
     assert any(work.turned_flops for work in launches) == turned
-    patches = sum(work.patches for work in launches)
-    assert kernels.kernel_patches.sum() == patches
+    _, asked = asked_of(function, *shapes)
+    assert asked["patches"].sum() == sum(work.patches for work in launches)
     products = kernels.kernel_flops[kernels.kernel_contracts].sum()
     assert products == sum(flops for work in launches for _, flops in work.matmul_flops)
 
@@ -81,6 +81,19 @@ PATCHES: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], int]] = {
     "enough features": (forward, [(4, 8, 12, 16), (3, 3, 16, 17)], 0),
     "of spread data": (towards_the_images, [(4, 8, 8, 16), (3, 3, 16, 16)], 4 * 4 * 4 * 9 * 16),
     "turned around": (forward, [(4, 2, 2, 16), (3, 3, 16, 16)], 0),
+    "of spread data in groups": (
+        lambda x, k: jax.lax.conv_general_dilated(
+            x,
+            k,
+            (1, 1),
+            [(1, 1)] * 2,
+            lhs_dilation=(2, 2),
+            dimension_numbers=LABELS,
+            feature_group_count=24,
+        ),
+        [(4, 8, 8, 24), (3, 3, 1, 24)],
+        4 * 15 * 15 * 9 * 24,
+    ),
     "one dimension": (one_dimension, [(4, 50, 24), (4, 1, 24)], 4 * 50 * 4 * 24),
 }
 
@@ -88,19 +101,29 @@ PATCHES: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], int]] = {
 @pytest.mark.parametrize("name", PATCHES)
 def test_both_rungs_count_the_patches_that_no_library_spares(name: str) -> None:
     function, shapes, expected = PATCHES[name]
-    assert kernels_of(function, *shapes).kernel_patches.sum() == expected
+    _, asked = asked_of(function, *shapes)
+    assert asked["patches"].sum() == expected
     text = jax.jit(function).lower(*(shaped(*s) for s in shapes)).compile().as_text()
     module = hlo.parse(text)
     launches = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
     assert sum(work.patches for work in launches) == expected
 
 
-@pytest.mark.parametrize(("divided", "parts"), [("batch", 8), ("features read", 8), ("made", 1)])
-def test_rung_1_counts_the_patches_of_one_device(divided: str, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("divided", "made", "parts"),
+    [
+        ("batch", 16, 8),
+        ("features read", 16, 8),
+        ("made", 16, 1),
+        ("batch", 32, 0),  # enough features for the library
+        ("made", 32, 1),  # not on one device
+    ],
+)
+def test_rung_1_counts_the_patches_of_one_device(divided: str, made: int, parts: int) -> None:
     def step(state, x):  # type: ignore[no-untyped-def]
         return state, jnp.sum(jnp.sin(forward(x, state)))
 
-    batch, read, made = 24, 8, 16
+    batch, read = 24, 8
     of = analyse(
         Workload(
             step=step,
@@ -118,7 +141,8 @@ def test_rung_1_counts_the_patches_of_one_device(divided: str, parts: int) -> No
         for c in (shared, dataclasses.replace(shared, patch_s=1e-9))
     )
     patches = batch * 6 * 6 * 9 * read
-    assert other.compute_s - plain.compute_s == pytest.approx(8 * 1e-9 * patches / parts)
+    more = 8 * 1e-9 * patches / parts if parts else 0.0
+    assert other.compute_s - plain.compute_s == pytest.approx(more)
 
 
 def test_both_rungs_price_patches_alike() -> None:

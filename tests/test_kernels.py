@@ -1,5 +1,6 @@
 """Kernels read from a module: operations, trip counts, live ranges, against counts by hand."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -8,13 +9,23 @@ import numpy as np
 import pytest
 
 from autoshard import lowering
+from autoshard.cost import CostModel
 from autoshard.driver import Subject
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.rungs import propagate
 from autoshard.workload import Workload
 from tests import programs
-from tests.analysed import analyse, baseline, judge, kernels_of_step, subject, target
+from tests.analysed import (
+    CONSTANTS,
+    analyse,
+    baseline,
+    judge,
+    kernels_of_step,
+    propagator,
+    subject,
+    target,
+)
 from tests.programs import BATCH, EMBED, LAYERS, MLP, SEQUENCE, shaped, train
 
 
@@ -179,8 +190,10 @@ def test_what_the_condition_of_a_loop_sends_is_sent_in_each_turn() -> None:
         return w, jnp.sum(y)
 
     of = analyse(Workload(step=step, init=lambda: jnp.zeros((8, 8)), batch=shaped(16, 8)))
-    sent = judge(of, baseline(of.space, "data parallel")).collectives
-    assert sorted(c.count for c in sent) == [1, 7], "the loss, and the condition"
+    layout = baseline(of.space, "data parallel")
+    for constants in (CONSTANTS, dataclasses.replace(CONSTANTS, moves_invariants=True)):
+        judged = propagator(of.analysis).judge(of.space, layout, CostModel(constants))
+        assert sorted(c.count for c in judged.collectives) == [1, 7], "the loss, and the condition"
 
 
 def test_elementwise_chains_are_not_written() -> None:

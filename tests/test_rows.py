@@ -15,7 +15,7 @@ from autoshard.hlo.work import Work
 from autoshard.layout import Layout, rules
 from autoshard.rows import MANY
 from autoshard.workload import Workload
-from tests.analysed import CONSTANTS, analyse, kernels_of, propagator
+from tests.analysed import CONSTANTS, analyse, asked_of, propagator
 from tests.programs import shaped
 
 SHARED = dataclasses.replace(CONSTANTS, shared=True)
@@ -44,9 +44,12 @@ def by_hlo(function: Callable[..., object], *shapes: tuple[int, ...]) -> list[fl
 
 
 def by_rung_1(function: Callable[..., object], *shapes: tuple[int, ...]) -> list[float]:
-    kernels = kernels_of(function, *shapes)
-    rows = {one.kernel: float(max(one.rows, 1)) for one in kernels.rowed_products}
-    return sorted(rows.get(int(k), MANY) for k in np.flatnonzero(kernels.kernel_contracts))
+    kernels, asked = asked_of(function, *shapes)
+    return sorted(asked["rows"][kernels.kernel_contracts].tolist())
+
+
+def towards_the_weight(x, w):  # type: ignore[no-untyped-def]
+    return jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(w)
 
 
 PROGRAMS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], list[float]]] = {
@@ -63,10 +66,12 @@ PROGRAMS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], list[flo
     ),
     "a vector": (jnp.matmul, [(40,), (40, 50)], [1]),
     "towards the weight": (lambda x, y: jnp.einsum("bd,bf->df", x, y), [(6, 40), (6, 50)], [40]),
+    "towards the weight of a head": (towards_the_weight, [(64, 40), (40, 3)], [40, 64]),
+    "of few features": (towards_the_weight, [(64, 3), (3, 40)], [3, 64]),
     "convolution": (convolved(), [(4, 8, 12, 24), (3, 3, 24, 32)], [12]),
     "with a stride": (convolved(stride=2), [(4, 8, 12, 24), (3, 3, 24, 32)], [6]),
     "of all places": (convolved("VALID"), [(4, 8, 8, 24), (8, 8, 24, 32)], [1]),
-    "of few features": (convolved(), [(4, 8, 12, 16), (3, 3, 16, 16)], [MANY]),
+    "made of few features": (convolved(), [(4, 8, 12, 16), (3, 3, 16, 16)], [MANY]),
     "of few features, made more": (convolved(), [(4, 8, 12, 16), (3, 3, 16, 17)], [12]),
     "of spread data": (
         convolved([(1, 1)] * 2, lhs_dilation=(2, 2)),

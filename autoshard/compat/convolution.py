@@ -8,7 +8,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as dialect
 
 from autoshard.compat.stablehlo import Operation, shape_of
-from autoshard.convolutions import Window, is_handed_over, is_turned_around, patch_elements, taps
+from autoshard.convolutions import Window, fits_library, is_turned_around, patch_elements, taps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,17 +18,21 @@ class Convolution:
     Attributes:
       flops: operations, 2 for each multiply-add with a tap that falls on data.
       turned: XLA takes its data for the kernel (`convolutions`).
-      row: the dimension of the result along which its rows lie (`rows`), -1 where XLA:CPU's library
-        does not make it.
-      patches: elements of patches that are copied for it (`convolutions`).
+      fits: XLA:CPU's library takes it, if it has features enough (`convolutions`).
+      patches: elements of patches that are copied for it where the library does not take it.
+      read, made: the dimensions of features, of the data and of the result.
+      row: the dimension of the result along which its rows lie (`rows`).
       orders: of the dimensions of both operands as XLA:CPU's library reads them: batch, space,
         features; space, features read, features made.
     """
 
     flops: float
     turned: bool
-    row: int
+    fits: bool
     patches: int
+    read: int
+    made: int
+    row: int
     orders: tuple[list[int], list[int]]
 
 
@@ -70,15 +74,16 @@ def convolution(operation: Operation) -> Convolution:
         numbers.kernel_input_feature_dimension,
         numbers.kernel_output_feature_dimension,
     )
-    most = max(data[features], made[numbers.output_feature_dimension])
     turned = is_turned_around(windows, batch_groups * feature_groups)
-    handed_over = not turned and is_handed_over(windows, batch_groups, most)
-    patches = patch_elements(windows, data[batch], data[features])
+    patches = patch_elements(windows, data[batch], data[features], feature_groups)
     return Convolution(
         flops=2.0 * pairs * each * made[numbers.output_feature_dimension],
         turned=turned,
-        row=numbers.output_spatial_dimensions[-1] if handed_over else -1,
-        patches=0 if handed_over or turned else patches,
+        fits=not turned and fits_library(windows, batch_groups),
+        patches=0 if turned else patches,
+        read=features,
+        made=numbers.output_feature_dimension,
+        row=numbers.output_spatial_dimensions[-1] if windows else -1,
         orders=([batch, *space, features], [*kernel_space, read, made_of]),
     )
 

@@ -130,7 +130,7 @@ class _Reader:
                 self._levels[value] = level
 
     def _loop(self, op: Operation, tag: int, around: tuple[int, ...], branch: bool) -> None:
-        body = op.regions[1].blocks[0]
+        condition, body = (region.blocks[0] for region in op.regions)
         inside = (*around, tag)
         returned = list(body.operations)[-1].operation.operands
         for number, argument in enumerate(body.arguments):
@@ -139,6 +139,8 @@ class _Reader:
                 level = self._levels.get(initial, 0)
             if level:
                 self._levels[argument] = self.found.given[Origin(tag, number)] = level
+        self._same(condition.arguments, body.arguments)
+        self.read(condition, inside, branch)
         self.read(body, inside, branch)
 
 

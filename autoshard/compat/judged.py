@@ -275,7 +275,9 @@ class _Reader:
             axes = _bare(tuple(dict.fromkeys(_AXIS.findall(str(held["params"])))))
         else:
             given, made = division(value), self._divided(held["out_sharding"]).dims[0]
-            axes = distinct(_moving(given, made, self._sizes))
+            # What divides an argument of a manual region is not said by dimension.
+            unsaid = self._of_value.get(value, _NOWHERE) - {a for dim in given for a in dim}
+            axes = distinct(_moving(given, made, self._sizes) | unsaid)
         self._send(op, _before_cast(value), axes, out, block, tag, gathered=along)
 
     def _send(

@@ -139,7 +139,8 @@ def patches_of(instruction: Instruction, computation: Computation) -> int:
     lhs, rhs = (_operand(instruction, computation, i) for i in (0, 1))
     windows, labels = _windows(instruction, lhs, rhs, instruction.shape)
     batch, features = (lhs.dims[labels[1].index(label)] for label in "bf")
-    return patch_elements(windows, batch, features)
+    groups = _count(instruction, "feature_group_count")
+    return patch_elements(windows, batch, features, groups)
 
 
 def _windows(

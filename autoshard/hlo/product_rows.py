@@ -31,4 +31,4 @@ def _rows(product: Instruction, around: Computation, handed_over: bool) -> float
     places = re.findall(r"\d", made)
     if not places or not handed_over:
         return MANY
-    return float(product.shape.dims[made.index(max(places))])
+    return max(1.0, float(product.shape.dims[made.index(max(places))]))

@@ -11,6 +11,7 @@ from autoshard.analysis import Analysis
 from autoshard.compat import shardings, stablehlo
 from autoshard.compat.judged import Communication, Judged
 from autoshard.compat.reshards import Division
+from autoshard.convolutions import FEW_FEATURES
 from autoshard.cost import Constants, CostModel
 from autoshard.degenerate import elements
 from autoshard.errors import LayoutError
@@ -146,6 +147,7 @@ class Propagator:
             for weights in crossing * self._lines(judged, sizes).T
         )
         along, across = self._degenerate(judged, sizes).T
+        rows, patches = self._rows_and_patches(judged, sizes, moves, cost.constants)
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
         block = _peak_of(kernels, local, self._received(communication, cost.constants))
@@ -160,8 +162,8 @@ class Propagator:
             collided=collided,
             degenerate=along,
             degenerate_across=across,
-            patches=kernels.kernel_patches / self._ways_read(judged, sizes),
-            rows=self._rows(judged, sizes, cost.constants.least_rows),
+            rows=rows,
+            patches=patches,
             turned=kernels.kernel_turned,
             touched=_touched(kernels, traffic, trips, peak),
             vectorized=self._vectorized(judged, sizes, flops, traffic, cost.constants),
@@ -248,32 +250,46 @@ class Propagator:
             found[one.kernel] += elements(_local(one.extents, dims, sizes), one.dimension)
         return found
 
-    def _rows(
-        self, judged: Judged | None, sizes: dict[str, int], least_rows: float
-    ) -> np.ndarray | float:
-        """(k,) of the result of each product that has few, on one device; else `MANY` (`rows`)."""
-        if least_rows <= 1.0:
-            return MANY
-        kernels = self._analysis.kernels
-        devices = math.prod(sizes.values())
-        found = np.full(len(kernels.kernel_value), MANY)
-        for one in kernels.rowed_products:
-            if one.rows < least_rows * devices:
-                (dims, *_) = (judged and judged.dims.get(one.tag)) or ((),)
-                local = _local(one.extents, dims, sizes)
-                found[one.kernel] = max(math.prod(local[d] for d in one.dimensions), 1)
-        return found
+    def _rows_and_patches(
+        self, judged: Judged | None, sizes: dict[str, int], moves: list[bool], constants: Constants
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(k,) rows of the result of each product that has few (else `MANY`), and elements of
+        patches that are copied for a convolution: on one device.
 
-    def _ways_read(self, judged: Judged | None, sizes: dict[str, int]) -> np.ndarray:
-        """(k,) in how many parts a convolution reads its data, where patches are made of them."""
+        Args:
+          moves: (t,) whether a transpose is made; else the product before it is turned around.
+        """
         kernels = self._analysis.kernels
-        found = np.ones(len(kernels.kernel_value))
-        if judged is None:
-            return found
-        for k in np.flatnonzero(kernels.kernel_patches):
-            tag, _ = self._results[int(kernels.kernel_value[k])]
-            found[k] = ways(judged.operands.get(tag, (frozenset[str](),))[0], sizes)
-        return found
+        count = len(kernels.kernel_value)
+        rows, patches = np.full(count, MANY), np.zeros(count)
+
+        def local(tag: int, extents: tuple[int, ...]) -> list[int]:
+            (dims, *_) = (judged and judged.dims.get(tag)) or ((),)
+            return _local(extents, dims, sizes)
+
+        if constants.least_rows > 1.0:
+            turned = {
+                product
+                for product, made in zip(kernels.transposed_product.tolist(), moves, strict=True)
+                if product >= 0 and not made
+            }
+            few = constants.least_rows * math.prod(sizes.values())
+            for one in kernels.rowed_products:
+                around = int(kernels.kernel_value[one.kernel]) in turned
+                dimensions = one.columns if around else one.dimensions
+                if math.prod(one.extents[d] for d in dimensions) < few:
+                    here = local(one.tag, one.extents)
+                    rows[one.kernel] = max(math.prod(here[d] for d in dimensions), 1)
+        for kernel in kernels.convolutions if constants.shared else ():
+            made = local(kernel.tag, kernel.extents)
+            data = _local(kernel.data_extents, self._dims(kernel.data, judged), sizes)
+            said = kernel.said
+            if said.fits and max(data[said.read], made[said.made]) > FEW_FEATURES:
+                rows[kernel.kernel] = max(made[said.row], 1)
+            else:
+                axes = judged.operands.get(kernel.tag, ()) if judged else ()
+                patches[kernel.kernel] = said.patches / (ways(axes[0], sizes) if axes else 1)
+        return rows, patches
 
     def _regathered(
         self, judged: Judged, sizes: dict[str, int], divided: np.ndarray
