@@ -314,11 +314,10 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
 
 def _rowed_products(ops: Operations, kernel_value: list[int]) -> tuple[RowedProduct, ...]:
     """Kernels that are matrix products."""
-    tag_of = {first: tag for tag, (first, _) in ops.tags.items()}
     return tuple(
         RowedProduct(
             kernel=kernel,
-            tag=tag_of[v],
+            tag=ops.tag_of[v],
             extents=ops.dims[v],
             dimensions=ops.free_dims[v][0],
             columns=ops.free_dims[v][1],
@@ -330,11 +329,10 @@ def _rowed_products(ops: Operations, kernel_value: list[int]) -> tuple[RowedProd
 
 def _convolutions(ops: Operations, kernel_value: list[int]) -> tuple[ConvolvedKernel, ...]:
     """Kernels that are convolutions as they stand."""
-    tag_of = {first: tag for tag, (first, _) in ops.tags.items()}
     return tuple(
         ConvolvedKernel(
             kernel=kernel,
-            tag=tag_of[v],
+            tag=ops.tag_of[v],
             data=ops.operands[v][0],
             data_extents=ops.dims[ops.operands[v][0]],
             extents=ops.dims[v],
@@ -349,11 +347,10 @@ def _summed_products(
     ops: Operations, kernel_value: list[int], found: list[tuple[int, int]]
 ) -> tuple[SummedProduct, ...]:
     """Kernels with the products that they sum."""
-    tag_of = {first: tag for tag, (first, _) in ops.tags.items()}
     return tuple(
         SummedProduct(
             kernel=kernel,
-            tag=tag_of[product],
+            tag=ops.tag_of[product],
             extents=ops.dims[product],
             dimension=ops.summed[kernel_value[kernel]],
         )

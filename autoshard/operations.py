@@ -5,6 +5,7 @@ here only which branch runs (the largest), which constants a loop makes itself, 
 own manual regions send.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -179,6 +180,11 @@ class Operations:
         last = list(main.operations)[-1].operation
         self.returned = [self._number[v] for v in last.operands if v in self._number]
         self._sink_fills()
+
+    @functools.cached_property
+    def tag_of(self) -> dict[int, int]:
+        """The tag of an operation, by the first value it makes."""
+        return {first: tag for tag, (first, _) in self.tags.items()}
 
     def source(self, v: int) -> int:
         """The value in whose buffer another lies, if it does; else -1."""

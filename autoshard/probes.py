@@ -88,11 +88,11 @@ def on_host(mesh: Mesh) -> dict[str, Probe]:
     return {
         "product": Probe(run=program(_products(1), mesh, side, side), amount=2.0 * side**3),
         "single rows": Probe(
-            run=program(_single_rows, mesh, images, lines, lines, batch),
+            run=program(_convolved(lines, images, "VALID"), mesh, images, lines, lines, batch),
             amount=2.0 * images**2 * lines**2 * batch,
         ),
         "patches": Probe(
-            run=program(_convolved, mesh, batch, lines, lines, few),
+            run=program(_convolved(3, few, "SAME"), mesh, batch, lines, lines, few),
             amount=9.0 * batch * lines**2 * few,
         ),
         "elements": Probe(run=program(_elements(1), mesh, width), amount=7.0 * width),
@@ -100,7 +100,7 @@ def on_host(mesh: Mesh) -> dict[str, Probe]:
             run=program(_updated, mesh, rows, *columns), amount=16.0 * rows * math.prod(columns)
         ),
         "turned convolution": Probe(
-            run=program(_convolved, mesh, batch, places, places, channels),
+            run=program(_convolved(3, channels, "SAME"), mesh, batch, places, places, channels),
             amount=2.0 * batch * places**4 * channels**2,  # each place meets each
         ),
     }
@@ -189,27 +189,19 @@ def _products(times: int) -> Callable[[jax.Array], jax.Array]:
     return chain
 
 
-def _convolved(x: jax.Array) -> jax.Array:
-    """Convolves images by 3 x 3, on each device by itself (`convolutions`)."""
-    channels = x.shape[-1]
-    kernel = jnp.full((3, 3, channels, channels), 0.5, x.dtype)
-    images = x.reshape(-1, *x.shape[2:])  # of all devices
-    dimensions = ("NHWC", "HWIO", "NHWC")
-    made = jax.lax.conv_general_dilated(
-        images, kernel, (1, 1), "SAME", dimension_numbers=dimensions
-    )
-    return made.reshape(x.shape)
+def _convolved(size: int, features: int, padding: str) -> Callable[[jax.Array], jax.Array]:
+    """Convolves images by a square kernel, on each device by itself (`convolutions`, `rows`)."""
 
+    def convolved(x: jax.Array) -> jax.Array:
+        images = x.reshape(-1, *x.shape[2:])  # of all devices
+        kernel = jnp.full((size, size, x.shape[-1], features), 0.5, x.dtype)
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        made = jax.lax.conv_general_dilated(
+            images, kernel, (1, 1), padding, dimension_numbers=dimensions
+        )
+        return made.reshape(*x.shape[:2], *made.shape[1:])
 
-def _single_rows(x: jax.Array) -> jax.Array:
-    """Convolves images, on each device by itself, so that one place is left of each (`rows`)."""
-    images = x.reshape(-1, *x.shape[2:])
-    kernel = jnp.full((*x.shape[2:], x.shape[1]), 0.5, x.dtype)  # as many features as images
-    dimensions = ("NHWC", "HWIO", "NHWC")
-    made = jax.lax.conv_general_dilated(
-        images, kernel, (1, 1), "VALID", dimension_numbers=dimensions
-    )
-    return made.reshape(*x.shape[:2], -1)
+    return convolved
 
 
 def _updated(x: jax.Array) -> jax.Array:

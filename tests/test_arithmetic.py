@@ -84,8 +84,8 @@ def test_factors_and_solutions_where_the_compiler_is_told_of_them(
 
 
 @pytest.mark.parametrize("name", ["cosh", "sinh", "acosh", "asinh", "acos", "asin", "atanh"])
-def test_hyperbolic_functions_count_as_compiled(name: str) -> None:
-    """However the compiler writes them: of one operation, or of several."""
+def test_rung_2_counts_inverse_and_hyperbolic_functions(name: str) -> None:
+    """As newer compilers write them, of one operation."""
     text = f"""HloModule m, is_scheduled=true
 
 ENTRY %e (x: f32[64,32]) -> f32[64,32] {{

@@ -3,8 +3,8 @@
 import math
 import re
 
+from autoshard.hlo.library import is_handed_over
 from autoshard.hlo.records import Computation, HloModule, Instruction
-from autoshard.hlo.sums import is_handed_over
 from autoshard.rows import MANY
 
 

@@ -1,9 +1,8 @@
 """Sums of products that XLA:CPU's library does slowly, read off the fusions that it is handed."""
 
 from autoshard.degenerate import Elements, elements
+from autoshard.hlo.library import is_handed_over
 from autoshard.hlo.records import Computation, HloModule, Instruction
-
-_LIBRARY = '"kind":"__ynn_fusion"'
 
 
 def degenerate_sums(fusion: Instruction, module: HloModule) -> Elements:
@@ -22,11 +21,6 @@ def degenerate_sums(fusion: Instruction, module: HloModule) -> Elements:
         found = elements([dims[d] for d in order], order.index(summed))
         along, across = along + found.along, across + found.across
     return Elements(along, across)
-
-
-def is_handed_over(fusion: Instruction) -> bool:
-    """Whether XLA:CPU leaves a fusion to its library."""
-    return _LIBRARY in fusion.attribute("backend_config")
 
 
 def _summed_product(

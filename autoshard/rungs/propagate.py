@@ -246,8 +246,8 @@ class Propagator:
         kernels = self._analysis.kernels
         found = np.zeros((len(kernels.kernel_value), 2))
         for one in kernels.summed_products:
-            (dims, *_) = (judged and judged.dims.get(one.tag)) or ((),)
-            found[one.kernel] += elements(_local(one.extents, dims, sizes), one.dimension)
+            here = _made(judged, one.tag, one.extents, sizes)
+            found[one.kernel] += elements(here, one.dimension)
         return found
 
     def _rows_and_patches(
@@ -262,11 +262,6 @@ class Propagator:
         kernels = self._analysis.kernels
         count = len(kernels.kernel_value)
         rows, patches = np.full(count, MANY), np.zeros(count)
-
-        def local(tag: int, extents: tuple[int, ...]) -> list[int]:
-            (dims, *_) = (judged and judged.dims.get(tag)) or ((),)
-            return _local(extents, dims, sizes)
-
         if constants.least_rows > 1.0:
             turned = {
                 product
@@ -278,10 +273,10 @@ class Propagator:
                 around = int(kernels.kernel_value[one.kernel]) in turned
                 dimensions = one.columns if around else one.dimensions
                 if math.prod(one.extents[d] for d in dimensions) < few:
-                    here = local(one.tag, one.extents)
+                    here = _made(judged, one.tag, one.extents, sizes)
                     rows[one.kernel] = max(math.prod(here[d] for d in dimensions), 1)
         for kernel in kernels.convolutions if constants.shared else ():
-            made = local(kernel.tag, kernel.extents)
+            made = _made(judged, kernel.tag, kernel.extents, sizes)
             data = _local(kernel.data_extents, self._dims(kernel.data, judged), sizes)
             said = kernel.said
             if said.fits and max(data[said.read], made[said.made]) > FEW_FEATURES:
@@ -404,6 +399,14 @@ def _local(extents: Sequence[int], dims: Division, sizes: dict[str, int]) -> lis
     if not any(dims):
         return list(extents)
     return [math.ceil(n / ways(axes, sizes)) for n, axes in zip(extents, dims, strict=True)]
+
+
+def _made(
+    judged: Judged | None, tag: int, extents: Sequence[int], sizes: dict[str, int]
+) -> list[int]:
+    """What a device has of the first result of an operation."""
+    (dims, *_) = (judged and judged.dims.get(tag)) or ((),)
+    return _local(extents, dims, sizes)
 
 
 def _touched(
