@@ -81,7 +81,14 @@ def main(argv: list[str]) -> None:
         else:
             parts = PARTS if _PART.value == "all" else [_PART.value]
             lost = running.run_missing(
-                store, cases, devices, parts, retry=_RETRY.value, start=start, tell=tell
+                store,
+                cases,
+                devices,
+                parts,
+                retry=_RETRY.value,
+                layouts=_layouts,
+                start=start,
+                tell=tell,
             )
         if lost:
             console.print(f"[red]{len(lost)} parts left no result; run the command again[/red]")
@@ -109,6 +116,13 @@ def _cases() -> list[str]:
     if unknown:
         raise app.UsageError(f"got cases {unknown}, expected some of {list(CASES)}")
     return [name for name in CASES if name in _CASE.value] if _CASE.value else list(CASES)
+
+
+def _layouts(name: str, devices: int) -> list[str]:
+    from experiments.handwritten.steps import hand_steps
+    from experiments.zoo.cases import case
+
+    return list(hand_steps(case(name, _SCALE.value), devices))
 
 
 def _flags(task: Task, layout: str = "") -> list[str]:
@@ -190,7 +204,7 @@ def _report(store: Store, console: Console) -> None:
     from experiments.fidelity_parts.store import read, write
     from experiments.zoo.cases import CASES
 
-    results = report.load(store, CASES, MESHES)
+    results = report.load(store, CASES, MESHES, _layouts)
     summary = report.summarise(results)
     write(store.results / "summary.json", summary)
     made = tables.all_tables(summary)

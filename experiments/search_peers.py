@@ -10,8 +10,9 @@ Cost: rung 1 alone, one core, and Optuna's own time, which grows with the square
 Expected: the beam reaches a peer's best cost with at most a tenth of the peer's candidates.
 
 Costs are rung 1's for --target, which needs no device: the calibration of a shared machine would
-be another each time. Results are added to results/fidelity/peers.json; what is there is not run
-again. `python -m experiments.fidelity --part=report` puts them on its page.
+be another each time. Results are added to results/fidelity/peers.json, each with its machine,
+versions, model revision and date; what is there is not run again.
+`python -m experiments.fidelity --part=report` puts them on its page.
 """
 
 import json
@@ -24,13 +25,14 @@ import jax
 from absl import app, flags
 from rich.console import Console
 
-from autoshard.host import machine
+from autoshard.cost import MODEL_REVISION
 from autoshard.pricing import cost_model
 from autoshard.program import trace
 from autoshard.strategy import Beam, Strategy
 from autoshard.subjects import make_subject
 from autoshard.target import find_target
 from experiments.fidelity_parts.peers_page import peers_table
+from experiments.fidelity_parts.store import commit, seen_on
 from experiments.pages import as_rich
 from experiments.peers import Tpe, Uniform
 from experiments.rung1_search import Climb, Known, climb
@@ -54,11 +56,12 @@ def main(argv: list[str]) -> None:
         asked = {"budget": _BUDGET.value, "seed": _SEED.value}
         if asked.items() <= data["cases"].get(key, {}).items():
             continue
-        data["cases"][key] = compared(name)
-        data |= {
-            "jax": jax.__version__,
+        data["cases"][key] = {
+            **compared(name),
+            **seen_on(),
             "python": platform.python_version(),
-            "machine": machine(),
+            "model_revision": MODEL_REVISION,
+            "commit": commit(),
             "date": time.strftime("%Y-%m-%d"),
         }
         partial = path.with_suffix(".partial")  # whole or not at all

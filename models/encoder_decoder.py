@@ -27,7 +27,7 @@ from models.constrain import Constrain, unconstrained
 from models.decoder import REMAT_POLICIES, Remat, normal
 from models.stacked import make_layers, run_layers
 
-START = 0  # what the decoder sees before its first token
+START = 0  # what the decoder sees before its first token; texts have it behind each file too
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Each layer's maps of its input are one matmul over all positions; the recurrence itself is a scan
 over time. The candidate is reset behind its matmul, not before it, so that a step is one matmul
-(as in cuDNN; the first version of Cho et al. does the other).
+(as in cuDNN and in the first version of Cho et al.; the third does the other).
 
 Dimensions in array names: B batch, S = T + 1 tokens of a text, T positions, W width, V vocab_size.
 

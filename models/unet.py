@@ -4,7 +4,8 @@ A training step draws for each image a time and a noise, mixes them, and the net
 Both come from the model's own stream of random keys, whose count is a variable that each step
 advances: two steps on one batch are two different losses.
 
-Dimensions in array names: B batch, H height, W width, C channels, N = H * W pixels, E time_dim.
+Dimensions in array names: B batch, H height, W width, C channels, N = H * W pixels,
+M those that they look at (all), E time_dim.
 
 Not modelled: dropout (the paper's is 0.1 on CIFAR-10), the averaged weights, sampling of images.
 """
@@ -123,13 +124,12 @@ class Attention(nnx.Module):
     def __call__(self, x_BHWC: jax.Array, constrain: Constrain) -> jax.Array:
         B, H, W, C = x_BHWC.shape
         x_BNC = self.norm(x_BHWC).reshape(B, H * W, C)
-        q_BNC, k_BNC, v_BNC = (
-            constrain(project(x_BNC), ("batch", None, "hidden"))
-            for project in (self.query, self.key, self.value)
-        )
         # Two letters for the pixels: those that look and those that are looked at.
-        scores_BNM = jnp.einsum("BNC,BMC->BNM", q_BNC, k_BNC) / math.sqrt(C)
-        mixed_BNC = jnp.einsum("BNM,BMC->BNC", jax.nn.softmax(scores_BNM, axis=-1), v_BNC)
+        q_BNC = constrain(self.query(x_BNC), ("batch", "queries", "hidden"))
+        k_BMC = constrain(self.key(x_BNC), ("batch", None, "hidden"))
+        v_BMC = constrain(self.value(x_BNC), ("batch", None, "hidden"))
+        scores_BNM = jnp.einsum("BNC,BMC->BNM", q_BNC, k_BMC) / math.sqrt(C)
+        mixed_BNC = jnp.einsum("BNM,BMC->BNC", jax.nn.softmax(scores_BNM, axis=-1), v_BMC)
         change_BHWC = self.out(mixed_BNC).reshape(B, H, W, C)
         return constrain(x_BHWC + change_BHWC, ("batch", None, None, "channels"))
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -33,18 +34,17 @@ whose seconds are spent, to return a plan at all. After Ctrl-C it may not be sil
 
 
 class _Asked(NamedTuple):
-    """A row that a worker compiles."""
+    """A program that a worker compiles, and the rows, with their keys, that came to it."""
 
-    row: Row
-    key: str
     module: Module
+    rows: list[tuple[Row, str]]
 
 
 class Compiling:
     """Compiles rows of a ledger.
 
     Attributes:
-      count: rows that were given to the compiler, answers from the journal included.
+      count: programs that were given to the compiler, answers from the journal included.
     """
 
     def __init__(self, ledger: Ledger, executor: concurrent.futures.Executor | None):
@@ -95,6 +95,8 @@ class Compiling:
     def begin(self, indices: list[int], share: float) -> None:
         """Hands rows to the workers and does not wait; those in the journal are not compiled again.
 
+        Of rows that come to one program the first is compiled; its answer is the others' too.
+
         Args:
           share: part of the budget's seconds after which no further row is begun, except the first.
         """
@@ -103,32 +105,43 @@ class Compiling:
             if self.count and ledger.late(share):
                 break
             row = ledger.rows[i]
-            if any(asked.row is row for asked in self._waiting.values()):
+            if any(row is other for asked in self._waiting.values() for other, _ in asked.rows):
                 continue
-            self.count += 1
             key = self.key(row)
             found = self._recorded(key)
             if found is not None:
+                row.digest = str(ledger.journal.note(key).get("module", ""))
+                self.count += self._judged_as(row) is None
                 row.compiled = found
                 continue
             if self._lost is not None:
+                self.count += 1
                 row.compiled = self._lost
                 continue
+            ledger.tell(Stage.COMPILE, self.count + 1 - len(self._waiting), total, "lowering")
+            module = ledger.module_of(row)
+            if isinstance(module, Failure):
+                self.count += 1
+                self._record(row, key, module)
+                continue
+            if (judged := self._judged_as(row)) is not None:
+                self._record(row, key, judged)
+                continue
+            asked = next((a for a in self._waiting.values() if _are_one(a.rows[0][0], row)), None)
+            if asked is not None:
+                asked.rows.append((row, key))
+                continue
+            self.count += 1
+            note = ledger.note("compile", row)
             if self._executor is None and ledger.journal.attempts(key) > 1:
                 self._record(row, key, _crashed())
                 continue
-            ledger.tell(Stage.COMPILE, self.count - len(self._waiting), total, "lowering")
-            module = ledger.module_of(row)
-            if isinstance(module, Failure):
-                self._record(row, key, module)
-                continue
-            note = ledger.note("compile", row)
             if self._executor is None:
                 # Live accelerators: this process holds them, so it compiles.
                 with ledger.journal.attempted({key: note}):
                     placed = ledger.target.placed(module.mesh)
                     result = compile_on(module, placed, self._executables)
-                    self._record(row, key, self._priced(row, module, result))
+                    self._record(row, key, self._priced(module, result))
                 continue
             ledger.journal.started(key, note)
             request = request_for(
@@ -144,7 +157,7 @@ class Compiling:
             except RuntimeError as error:  # the user's executor is broken or shut down
                 row.compiled = failure_of(error, Stage.COMPILE, 0.0)
             else:
-                self._waiting[future] = _Asked(row, key, module)
+                self._waiting[future] = _Asked(module, [(row, key)])
                 self._given_s = time.perf_counter()
 
     def finish(self) -> None:
@@ -167,11 +180,13 @@ class Compiling:
                 asked = self._waiting.pop(future)
                 try:
                     result = future.result()
-                except Exception as error:  # the executor lost its worker: no word on the row
-                    asked.row.compiled = failure_of(error, Stage.COMPILE, 0.0)
+                except Exception as error:  # the executor lost its worker: no word on the program
+                    for row, _ in asked.rows:
+                        row.compiled = failure_of(error, Stage.COMPILE, 0.0)
                 else:
-                    outcome = self._priced(asked.row, asked.module, result)
-                    self._record(asked.row, asked.key, outcome)
+                    outcome = self._priced(asked.module, result)
+                    for row, key in asked.rows:
+                        self._record(row, key, outcome)
                 ledger.tell(
                     Stage.COMPILE, self.count - len(self._waiting), total, "compiling candidates"
                 )
@@ -199,7 +214,8 @@ class Compiling:
         """
         failure = self._silence(max(self._given_s, self._heard_s))
         for asked in self._waiting.values():
-            asked.row.compiled = failure
+            for row, _ in asked.rows:
+                row.compiled = failure
         self._cancel()
         if self._heard_s < begin:
             self._lost = failure
@@ -259,14 +275,20 @@ class Compiling:
             isinstance(found, Failure) and found.kind is Kind.TIMEOUT and found.elapsed_s < limit_s
         )
 
-    def _priced(
-        self, row: Row, module: Module, result: CompileResult | Failure
-    ) -> Estimate | Failure:
+    def _judged_as(self, row: Row) -> Estimate | Failure | None:
+        """What the compiler said of the same program under another row, None if nothing yet."""
+        others = (
+            self._recorded(self.key(other))
+            for other in self._ledger.rows
+            if other is not row and other.compiled is not None and _are_one(other, row)
+        )
+        return next((found for found in others if found is not None), None)
+
+    def _priced(self, module: Module, result: CompileResult | Failure) -> Estimate | Failure:
         if isinstance(result, Failure):
             return result
-        dropped = row.propagated.dropped if isinstance(row.propagated, Estimate) else ()
         try:
-            return estimate_of(module, result, self._ledger.cost, dropped)
+            return estimate_of(module, result, self._ledger.cost)
         except HloError as error:
             return Failure(
                 stage=Stage.COMPILE,
@@ -276,8 +298,16 @@ class Compiling:
             )
 
     def _record(self, row: Row, key: str, outcome: Estimate | Failure) -> None:
+        if isinstance(outcome, Estimate) and isinstance(row.propagated, Estimate):
+            outcome = dataclasses.replace(outcome, dropped=row.propagated.dropped)
         row.compiled = outcome
-        self._ledger.journal.add(key, outcome, self._ledger.note("compile", row))
+        note = self._ledger.note("compile", row)
+        self._ledger.journal.add(key, outcome, {**note, "module": row.digest})
+
+
+def _are_one(one: Row, other: Row) -> bool:
+    """Whether two rows are known to have come to one program."""
+    return bool(one.digest) and (one.subject, one.digest) == (other.subject, other.digest)
 
 
 def _crashed() -> Failure:

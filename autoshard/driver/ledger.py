@@ -44,6 +44,8 @@ class Row:
       subject: index of its subject.
       program: equal for rows that put the same shardings everywhere, in the same words.
       module: the lowered program, once it was needed.
+      digest: of the lowered program, once it or the journal says it; rows with one digest came to
+        one program, by constraints that the lowering leaves out.
     """
 
     subject: int
@@ -54,6 +56,7 @@ class Row:
     compiled: Estimate | Failure | None = None
     profiled: Measurement | Failure | None = None
     module: Module | None = None
+    digest: str = ""
 
     def trial(self) -> Trial:
         return Trial(
@@ -172,6 +175,27 @@ class Ledger:
         outcome = self.rows[index].compiled
         return outcome.time_s if isinstance(outcome, Estimate) else float("inf")
 
+    def standing(self, indices: Sequence[int]) -> list[int]:
+        """Of these rows those that stand for their program, where others came to the same one.
+
+        All baselines do, since people look for their names; where there is none, what was measured,
+        or else the first.
+        """
+        rows = self.rows
+
+        def program(i: int) -> object:
+            return (rows[i].subject, rows[i].digest) if rows[i].digest else i
+
+        chosen: dict[object, int] = {}
+        for i in sorted(indices, key=lambda i: (rows[i].profiled is None, i)):
+            chosen.setdefault(program(i), i)
+        named = {program(i) for i in indices if rows[i].baseline}
+        return [
+            i
+            for i in indices
+            if rows[i].baseline or (program(i) not in named and chosen[program(i)] == i)
+        ]
+
     def specs_of(self, row: Row) -> Specs:
         """Every sharding of a row's layout."""
         return self.subject_of(row).space.specs(row.candidate.layout)
@@ -184,6 +208,7 @@ class Ledger:
             try:
                 analysis = subject.analysis_for(row.candidate.layout)
                 row.module = lower_step(analysis, self.specs_of(row), self.target)
+                row.digest = row.module.digest
             except NOT_LOWERED as error:
                 return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
         return row.module

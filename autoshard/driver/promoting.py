@@ -80,6 +80,8 @@ def promoted(ledger: Ledger, count: int, taken: Sequence[int]) -> list[int]:
 def worth_measuring(ledger: Ledger, indices: Sequence[int]) -> list[int]:
     """Of these rows those that fit and may be the fastest of all that is compiled.
 
+    Of rows that came to one program those that stand for it (`Ledger.standing`).
+
     First the fastest by rung 2, and what people write by hand, which stands measured beside the
     plan however slow it is: the two fastest baselines, and the step as its author wrote it. What
     failed on the devices is no longer among them, and leaves nobody without hope.
@@ -87,7 +89,7 @@ def worth_measuring(ledger: Ledger, indices: Sequence[int]) -> list[int]:
     asked = set(indices)
     times_s = {
         i: ledger.estimated_s(i)
-        for i in ledger.fitting(range(len(ledger.rows)))
+        for i in ledger.standing(ledger.fitting(range(len(ledger.rows))))
         if not isinstance(ledger.rows[i].profiled, Failure)
     }
     by_hand = [i for i in sorted(times_s, key=ledger.estimated_s) if ledger.rows[i].baseline]

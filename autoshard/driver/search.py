@@ -211,7 +211,8 @@ def _ranked_by_estimate(ledger: Ledger, compiling: Compiling) -> list[int]:
         return []
 
     def fitting() -> list[int]:
-        return [i for i in ledger.fitting(range(len(ledger.rows))) if i not in failed]
+        fitting = ledger.fitting(range(len(ledger.rows)))
+        return [i for i in ledger.standing(fitting) if i not in failed]
 
     for _ in range(4):
         more = [] if fitting() else promoted(ledger, 2, [])

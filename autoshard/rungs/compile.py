@@ -8,9 +8,7 @@ from autoshard.rungs.compile_job import CompileResult
 from autoshard.trial import Estimate, Rung
 
 
-def estimate_of(
-    module: Module, compiled: CompileResult, cost: CostModel, dropped: tuple[str, ...] = ()
-) -> Estimate:
+def estimate_of(module: Module, compiled: CompileResult, cost: CostModel) -> Estimate:
     """Counts a compiled program and prices it with the model that rung 1 uses too.
 
     Raises:
@@ -47,7 +45,6 @@ def estimate_of(
         bytes_accessed=counts.bytes_accessed,
         op_count=counts.op_count,
         collectives=counts.collectives,
-        dropped=dropped,
         unmodelled=line.unmodelled,
         assumptions=compiled.assumptions + line.assumptions,
         warnings=compiled.warnings,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import tempfile
 import time
@@ -17,6 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.journal import Journal
 from autoshard.module import Module
 from autoshard.plan_file import PlanRecord, differences, read_plan
+from autoshard.rungs.bench import Benches
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.inputs import make_inputs
 from autoshard.rungs.race import Runner
@@ -109,11 +111,16 @@ def run(
         ledger = sampling.open_ledger(task, case, store, Journal(), cost, **options)
         _check(record, ledger, store.plan(task))
         ledger.executables = pathlib.Path(scratch)
-        sample = sampling.choose(ledger, finalists, settings.size)
-        names = {f"p{number:02d}": one for number, one in enumerate(sample.programs)}
-        places = {row: place for place, row in reversed(list(enumerate(sample.finalists)))}
-        plan = next(name for name, one in names.items() if places.get(one.row) == 0)
-        ran, fresh = _measured(ledger, names, plan, settings)
+        with _bench(ledger, settings) as bench:
+            sample = sampling.choose(
+                ledger, finalists, settings.size, functools.partial(_try_out, ledger, bench)
+            )
+            names = {f"p{number:02d}": one for number, one in enumerate(sample.programs)}
+            places = {row: place for place, row in reversed(list(enumerate(sample.finalists)))}
+            plan = next(name for name, one in names.items() if places.get(one.row) == 0)
+            bench.renew()  # what was tried is loaded there under other names
+            ran = _in_rounds(ledger, bench, names, settings)
+        fresh = _fresh(ledger, names, plan, ran, settings)
     figures |= {
         "failed": "",
         "planned": planned,
@@ -122,6 +129,8 @@ def run(
         "space_size": ledger.subjects[0].space.size(),
         "state_too_large": sample.skipped,
         "rounds": settings.rounds,
+        "pair_limit_s": settings.pair_limit_s,
+        "draws": settings.draws,
         "size": dataclasses.asdict(settings.size),
         "memory_limit_bytes": ledger.limit_bytes,
         "constants": ledger.constants.to_json(),
@@ -194,13 +203,22 @@ def _module(ledger: Ledger, row: Row) -> Module:
     return module
 
 
-def _measured(
-    ledger: Ledger,
-    names: Mapping[str, sampling.Chosen],
-    plan: str,
-    settings: Settings,
-) -> tuple[dict[str, Runner], list[dict[str, Any]]]:
-    """The rounds, and the fresh pairs of the plan with its rivals."""
+def _try_out(ledger: Ledger, bench: Benches, rows: Sequence[int]) -> None:
+    """Runs each row by itself; what fails keeps its failure."""
+    modules = {f"row {i}": _module(ledger, ledger.rows[i]) for i in rows}
+    failed = timing.tried(bench, modules, functools.partial(_tell, ledger, len(rows)))
+    for i in rows:
+        ledger.rows[i].profiled = failed.get(f"row {i}")
+
+
+def _tell(ledger: Ledger, total: int, text: str) -> None:
+    ledger.tell(Stage.PROFILE, 0, total, text)
+
+
+def _in_rounds(
+    ledger: Ledger, bench: Benches, names: Mapping[str, sampling.Chosen], settings: Settings
+) -> dict[str, Runner]:
+    """The rounds of all programs that can run."""
     modules: dict[str, Module] = {}
     ran: dict[str, Runner] = {}
     held: dict[str, int] = {}
@@ -212,27 +230,34 @@ def _measured(
             ran[name] = Runner(name=name, samples_s=(), rounds=(), failure=module)
         else:
             modules[name], held[name] = module, module.held_bytes(_BATCHES)
+    return ran | timing.in_rounds(
+        bench,
+        modules,
+        held,
+        rounds=settings.rounds,
+        seed=ledger.seed,
+        # Half is for what the one that runs needs besides, and for sixty executables.
+        memory_bytes=ledger.target.memory_bytes // 2,
+        on_progress=functools.partial(_tell, ledger, len(modules)),
+    )
 
-    def tell(text: str) -> None:
-        ledger.tell(Stage.PROFILE, 0, len(modules), text)
 
-    with _bench(ledger, settings) as bench:
-        ran |= timing.in_rounds(
-            bench,
-            modules,
-            held,
-            rounds=settings.rounds,
-            seed=ledger.seed,
-            # Half is for what the one that runs needs besides, and for sixty executables.
-            memory_bytes=ledger.target.memory_bytes // 2,
-            on_progress=tell,
-        )
+def _fresh(
+    ledger: Ledger,
+    names: Mapping[str, sampling.Chosen],
+    plan: str,
+    ran: Mapping[str, Runner],
+    settings: Settings,
+) -> list[dict[str, Any]]:
+    """The fresh pairs of the plan with its rivals."""
     tables = {n: by_round(r.samples_s, r.rounds) for n, r in ran.items() if r.failure is None}
+    rivals = rivals_of(plan, times(tables))
     fresh = []
-    for rival in rivals_of(plan, times(tables)):
-        tell(f"fresh pairs of the plan {plan} and its rival {rival}")
-        fresh.append({"rival": rival, **_paired(ledger, modules[plan], modules[rival], settings)})
-    return ran, fresh
+    for rival in rivals:
+        _tell(ledger, len(rivals), f"fresh pairs of the plan {plan} and its rival {rival}")
+        own, other = (_module(ledger, ledger.rows[names[name].row]) for name in (plan, rival))
+        fresh.append({"rival": rival, **_paired(ledger, own, other, settings)})
+    return fresh
 
 
 def _paired(
@@ -278,12 +303,12 @@ def _paired(
 
 
 def _keeps_out(ledger: Ledger, row: Row) -> Failure | None:
-    """Why a program is not measured: it could not be compiled, or it does not fit."""
+    """Why a program is not measured: it could not be compiled, does not fit, or failed alone."""
     if not isinstance(row.compiled, Estimate):
         return row.compiled if isinstance(row.compiled, Failure) else None
-    if row.compiled.peak_memory_bytes <= ledger.limit_bytes:
-        return None
-    return timing.too_large(row.compiled.peak_memory_bytes, ledger.limit_bytes)
+    if row.compiled.peak_memory_bytes > ledger.limit_bytes:
+        return timing.too_large(row.compiled.peak_memory_bytes, ledger.limit_bytes)
+    return row.profiled if isinstance(row.profiled, Failure) else None
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ def peers_table(found: Mapping[str, Any], count: int) -> Table:
     run = _models_run(cases)
     rows: list[tuple[Cell, ...]] = []
     for case, one in cases.items():
-        cells = [Cell(case), Cell(str(one["budget"])), Cell(seconds(one["beam"]["best_s"]))]
+        cells = [Cell(case), Cell(str(one["budget"])), _best(one["beam"], one["budget"])]
         for who in _PEERS:
-            cells += _against(one[who])
+            cells += [_best(one[who], one["budget"]), _against(one[who])]
         rows.append(tuple(cells))
     last = [Cell(f"goal: at most {SHARE}"), Cell(""), Cell("")]
     for who in _PEERS:
@@ -62,8 +62,15 @@ def meets(peer: Mapping[str, Any]) -> bool:
     return beam is not None and beam <= SHARE * peer["candidates"]
 
 
-def _against(peer: Mapping[str, Any]) -> list[Cell]:
+def _best(strategy: Mapping[str, Any], budget: int) -> Cell:
+    """A strategy's best, and how many candidates it judged where it ended before the budget did."""
+    judged = strategy["judged"]
+    said = f", {judged} judged" if judged < budget else ""
+    return Cell(f"{seconds(strategy['best_s'])}{said}")
+
+
+def _against(peer: Mapping[str, Any]) -> Cell:
     own, beam = peer["candidates"], peer["beam_candidates"]
     share = f" ({beam / own:.2f})" if own and beam is not None else ""
     said = f"{own}, {'never' if beam is None else beam}{share}" if own else "nothing to find"
-    return [Cell(seconds(peer["best_s"])), Cell(said, red=bool(own) and not meets(peer))]
+    return Cell(said, red=bool(own) and not meets(peer))

@@ -15,7 +15,15 @@ from experiments.fidelity_parts import leave_out, ranks, regret
 from experiments.fidelity_parts.goals import judged
 from experiments.fidelity_parts.leave_out import Observation
 from experiments.fidelity_parts.sampling import DRAWN
-from experiments.fidelity_parts.store import PARTS, Store, Task, is_of_another_plan, read
+from experiments.fidelity_parts.store import (
+    PARTS,
+    Layouts,
+    Store,
+    Task,
+    is_of_another_plan,
+    lacking,
+    read,
+)
 
 Key = tuple[str, int]
 """Case and number of devices."""
@@ -25,21 +33,30 @@ Parts = Mapping[str, dict[str, Any] | None]
 
 RANKED = {"top", *DRAWN}
 
-LEAST_PROGRAMS = 48
-"""To be measured of a case, unless its space has fewer."""
+LEAST = {"measured": 48, "drawn": 30, "top": 10}
+"""Programs to be measured of a case, unless its space has fewer: in all, drawn, rung 1's best."""
 
 
-def load(store: Store, cases: Sequence[str], devices: Sequence[int]) -> dict[Key, Parts]:
-    """Every part of every case that there should be; one of another plan counts as not run."""
+def load(
+    store: Store, cases: Sequence[str], devices: Sequence[int], layouts: Layouts
+) -> dict[Key, Parts]:
+    """Every part of every case that there should be; one of another plan counts as not run.
 
-    def of_this_plan(task: Task) -> dict[str, Any] | None:
+    Of the pairs by hand those with today's layouts; `lacking` names layouts that have none.
+    """
+
+    def of_today(task: Task) -> dict[str, Any] | None:
         found = read(store.result(task))
-        return None if found and is_of_another_plan(found, store.planned(task)) else found
+        if not found or is_of_another_plan(found, store.planned(task)):
+            return None
+        if task.part != "hand" or found["failed"]:
+            return found
+        names = layouts(task.case, task.devices)
+        rows = [row for row in found["rows"] if row["layout"] in names]
+        return {**found, "rows": rows, "lacking": lacking(found, names)}
 
     return {
-        (case, count): {
-            part: of_this_plan(Task(part=part, case=case, devices=count)) for part in PARTS
-        }
+        (case, count): {part: of_today(Task(part=part, case=case, devices=count)) for part in PARTS}
         for case in cases
         for count in devices
     }
@@ -99,7 +116,7 @@ def search_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
     covered = found["ended"] == "finished" and found["numerics"] == "exact"
     names = (
         *("numerics", "plan_is", "candidates", "compiles", "profiles", "elapsed_s", "resumed"),
-        *("machine", "date"),
+        *("machine", "date", "model_revision"),
     )
     return {"covered": covered, "why": "", **{name: found[name] for name in names}}
 
@@ -110,15 +127,21 @@ def hand_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     if found["failed"]:
         return {"count": 0, "met": 0, "why": found["failed"], "worst": None, "data_or_fsdp": None}
-    rows = found["rows"]
+    rows, absent = found["rows"], found.get("lacking", [])
     ratios = {row["layout"]: row["ratio"] for row in rows if row["ratio"] is not None}
     plain = [ratio for layout, ratio in ratios.items() if _is_data_or_fsdp(layout)]
     return {
-        "count": len(rows),
+        "count": len(rows) + len(absent),
         "met": sum(row["verdict"] == "met" for row in rows),
         "undecided": sum(row["verdict"] == "undecided" for row in rows),
+        "lacking": len(absent),
         "open": sum(map(pairs.is_open, rows)),
         "why": "",
+        "not_met": [
+            {name: row[name] for name in ("layout", "ratio", "verdict")}
+            for row in rows
+            if row["verdict"] != "met"
+        ],
         "worst": max(ratios.values(), default=None),
         "worst_layout": max(ratios, key=lambda name: ratios[name], default=""),
         # The better of the two is the one that the plan's ratio is larger to.
@@ -149,6 +172,10 @@ def sample_row(found: dict[str, Any] | None) -> dict[str, Any] | None:
         "why": next((p["failed"] for p in found["fresh"] if p["failed"]), ""),
         "programs": len(programs),
         "measured": len(measured),
+        **{
+            name: sum(bool(groups & set(programs[one]["groups"])) for one in measured)
+            for name, groups in (("drawn", set(DRAWN)), ("top", {"top"}))
+        },
         "too_large": sum((p["failure"] or {}).get("kind") == "oom" for p in programs.values()),
         "failed": len(programs) - len(measured),
         "whole_space": found["whole_space"],
@@ -169,7 +196,7 @@ def enough(sample: Mapping[str, Any]) -> bool:
     """Whether as many programs were measured as should be, or all that there are and fit."""
     every = sample["programs"] - sample.get("too_large", 0)
     whole = sample.get("whole_space", False) and sample["measured"] == every
-    return sample["measured"] >= LEAST_PROGRAMS or whole
+    return whole or all(sample.get(name, 0) >= least for name, least in LEAST.items())
 
 
 def tables_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
@@ -238,6 +265,7 @@ def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "coverage": _share([s["covered"] for s in searches]),
         "hand_count": sum(h["count"] for h in hands),
         "hand_undecided": sum(h.get("undecided", 0) for h in hands),
+        "hand_lacking": sum(h.get("lacking", 0) for h in hands),
         # Without a plan there is nothing to compare: missed once.
         "hand_met": _over(
             sum(h["met"] for h in hands), sum(h["count"] or bool(h["why"]) for h in hands)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from experiments.fidelity_parts.store import Store, Task, missing, read
+from experiments.fidelity_parts.store import Layouts, Store, Task, missing, read
 
 
 def run_missing(
@@ -17,6 +17,7 @@ def run_missing(
     parts: Sequence[str],
     *,
     retry: bool,
+    layouts: Layouts,
     start: Callable[[Task], str],
     tell: Callable[[str], None],
 ) -> list[Task]:
@@ -29,7 +30,7 @@ def run_missing(
       The parts that left no result: the next call tries them again.
     """
     lost = []
-    for task in missing(store, cases, devices, parts, retry):
+    for task in missing(store, cases, devices, parts, retry, layouts):
         tell(f"{time.strftime('%H:%M:%S')} {task.case} on {task.devices} devices: {task.part}")
         before = _stamp(store.result(task))
         reason = start(task)

@@ -1,18 +1,19 @@
 """Which programs of a case are measured: by chance with a fixed seed, rung 1's best, the plan's.
 
-At least `fitting` candidates that fit are drawn: half by `Space.sample`, a quarter by walks of up
-to four decisions from the baselines, the rest by such walks from rung 1's ten best, so that not all
-layouts are absurd. Rung 1's ten best (the fastest programs of those that fit, by its word), the
-programs that the search measured and the fastest of each baseline come on top; more walks from the
-best fill up to `total` distinct programs that fit. A space that has no more programs than that is
-taken whole. Nothing is left out for what rung 1 says of it, but for the bytes of its state alone;
-what does not fit stays in the list and says so.
+At least `fitting` candidates that fit and run are drawn: half by `Space.sample`, a quarter by walks
+of up to four decisions from the baselines, the rest by such walks from rung 1's ten best, so that
+not all layouts are absurd. Rung 1's ten best (the fastest programs of those that fit, by its word;
+for each that does not run the next), the programs that the search measured and the fastest of each
+baseline come on top; more walks from the best fill up to `total` distinct programs that fit and
+run. A space that has no more programs than that is taken whole. Nothing is left out for what rung 1
+says of it, but for the bytes of its state alone; what does not fit or run stays in the list and
+says so. Layouts that come to one program are one.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import jax
 
@@ -39,12 +40,19 @@ _HEADROOM = 0.05  # of the memory: the default of `autoshard.search`
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is sampled: `fitting` drawn by chance, `top` of rung 1, `total` programs in all."""
+    """How much is sampled: `fitting` drawn by chance, `top` of rung 1, `total` programs in all.
+
+    That is of programs that fit and run; no more than `most` are picked, whatever becomes of them.
+    """
 
     fitting: int = 30
     top: int = 10
     total: int = 48
-    at_once: int = 8  # compiled between two looks at how many fit
+    at_once: int = 8  # compiled between two looks at how many fit and run
+
+    @property
+    def most(self) -> int:
+        return 3 * self.total
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,52 +111,71 @@ def open_ledger(
     )
 
 
-def choose(ledger: Ledger, finalists: Sequence[Candidate], size: Size) -> Sample:
-    """Picks the sample and compiles it. Rung 1 and compiled programs in the journal are replayed.
+def choose(
+    ledger: Ledger,
+    finalists: Sequence[Candidate],
+    size: Size,
+    try_out: Callable[[Sequence[int]], None],
+) -> Sample:
+    """Picks the sample, compiles it and tries it out. What the journal holds is not compiled again.
 
     Args:
       finalists: what the search measured, the plan first; they get the group "finalists".
+      try_out: runs each of these rows alone; to one that fails it gives the failure as `profiled`.
     """
     propagate_all(ledger, None, 1.0)
     compiling = Compiling(ledger, None)
     picks = _Picks(ledger)
-    top = fastest(ledger, size.top)
-    picks.add("top", top)
+    ranked = fastest(ledger, len(ledger.rows))
+    picks.add("top", ranked[: size.top])
     picks.add("baselines", baseline_rows(ledger))
-    standing = tuple(picks.add("finalists", picks.find(finalists)))
+    found = picks.find(finalists)
+    picks.add("finalists", found)
+
+    def judge() -> None:
+        """Compiles and tries out what was picked since the last time."""
+        compiling.compile([i for i in picks.rows() if ledger.rows[i].compiled is None], 1.0)
+        picks.settle()
+        try_out(picks.untried())
+
+    def sample(whole: bool, skipped: int) -> Sample:
+        standing = tuple(picks.standing(found))
+        return Sample(
+            programs=tuple(picks.chosen), finalists=standing, whole=whole, skipped=skipped
+        )
+
     with compiling.opened():
         if picks.whole_space(size.total):
             picks.add("uniform", range(len(ledger.rows)))
-            compiling.compile(picks.rows(), 1.0)
-            return Sample(programs=tuple(picks.chosen), finalists=standing, whole=True, skipped=0)
-        compiling.compile(picks.rows(), 1.0)
+            judge()
+            return sample(True, 0)
+        judge()
+        next_ = size.top
+        most = size.most
+        while (lack := size.top - picks.running({"top"})) > 0 and next_ < min(len(ranked), most):
+            picks.add("top", ranked[next_ : next_ + lack])
+            next_ += lack
+            judge()
         draws = Draws(ledger, set())
-        best = [ledger.rows[i].candidate for i in top]
+        best = [ledger.rows[i].candidate for i in ranked[: size.top]]
         near_best = functools.partial(walk, best)
         kinds: tuple[tuple[str, Draw, int], ...] = (
             ("uniform", uniform, size.fitting // 2),
             ("near baselines", functools.partial(walk, ()), size.fitting * 3 // 4),
             ("near best", near_best, size.fitting),
         )
-        drawn: list[int] = []
         for group, draw, wanted in kinds:
             source = draws.rows(draw)
-            while len(ledger.fitting(drawn)) < wanted:
-                more = wanted - len(ledger.fitting(drawn))
-                some = picks.take(group, source, min(more, size.at_once))
-                if not some:
+            while (lack := wanted - picks.running(set(DRAWN))) > 0 and len(picks.chosen) < most:
+                if not picks.take(group, source, min(lack, size.at_once)):
                     break
-                compiling.compile([i for i in some if ledger.rows[i].compiled is None], 1.0)
-                drawn += some
+                judge()
         source = draws.rows(near_best)
-        while (lack := size.total - len(ledger.fitting(picks.rows()))) > 0:
-            some = picks.take("filling", source, min(lack, size.at_once))
-            if not some:
+        while (lack := size.total - picks.running()) > 0 and len(picks.chosen) < most:
+            if not picks.take("filling", source, min(lack, size.at_once)):
                 break
-            compiling.compile([i for i in some if ledger.rows[i].compiled is None], 1.0)
-    return Sample(
-        programs=tuple(picks.chosen), finalists=standing, whole=False, skipped=draws.skipped
-    )
+            judge()
+    return sample(False, draws.skipped)
 
 
 class _Picks:
@@ -158,13 +185,28 @@ class _Picks:
         self.chosen: list[Chosen] = []
         self._ledger = ledger
         self._by_program: dict[object, Chosen] = {}
+        self._tried: set[int] = set()
 
     def rows(self) -> list[int]:
         return [one.row for one in self.chosen]
 
-    def add(self, group: str, rows: Sequence[int]) -> list[int]:
+    def standing(self, rows: Sequence[int]) -> list[int]:
+        """The row that stands for the program of each of these."""
+        return [self._by_program[self._ledger.rows[i].program].row for i in rows]
+
+    def running(self, groups: Set[str] | None = None) -> int:
+        """How many programs fit and ran when they were tried, of all or of these groups."""
+        rows = [one.row for one in self.chosen if groups is None or groups & set(one.groups)]
+        return sum(self._ledger.rows[i].profiled is None for i in self._ledger.fitting(rows))
+
+    def untried(self) -> list[int]:
+        """Rows that fit, each once."""
+        rows = [i for i in self._ledger.fitting(self.rows()) if i not in self._tried]
+        self._tried |= set(rows)
+        return rows
+
+    def add(self, group: str, rows: Sequence[int]) -> None:
         """Takes rows in; where a program is there under another row, that row stands for it."""
-        standing = []
         for i in rows:
             program = self._ledger.rows[i].program
             one = self._by_program.get(program)
@@ -174,12 +216,35 @@ class _Picks:
                 self.chosen.append(one)
             if group not in one.groups:
                 one.groups.append(group)
-            standing.append(one.row)
-        return standing
 
-    def take(self, group: str, source: Iterator[int], count: int) -> list[int]:
-        """The next rows of a draw; those of programs already there stand for nothing new."""
-        return self.add(group, list(itertools.islice(source, count)))
+    def settle(self) -> None:
+        """Of rows that were found to come to one program one stands for it, in all groups.
+
+        The first, or one with the name of a baseline.
+        """
+        rows, first = self._ledger.rows, dict[str, Chosen]()
+        every, self.chosen = self.chosen, []
+        for one in every:
+            digest = rows[one.row].digest
+            same = first.setdefault(digest, one) if digest else one
+            if same is one:
+                self.chosen.append(one)
+                continue
+            same.groups += [group for group in one.groups if group not in same.groups]
+            for program, other in self._by_program.items():
+                if other is one:
+                    self._by_program[program] = same
+            if rows[one.row].baseline and not rows[same.row].baseline:
+                rows[one.row].profiled = rows[same.row].profiled
+                if same.row in self._tried:
+                    self._tried.add(one.row)
+                same.row = one.row
+
+    def take(self, group: str, source: Iterator[int], count: int) -> bool:
+        """Takes the next rows of a draw in; False if there are none."""
+        rows = list(itertools.islice(source, count))
+        self.add(group, rows)
+        return bool(rows)
 
     def find(self, candidates: Sequence[Candidate]) -> list[int]:
         """Rows of candidates; what this rung 1 has not judged (a plan from elsewhere) is judged."""

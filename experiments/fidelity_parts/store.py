@@ -21,6 +21,9 @@ from experiments import pairs
 PARTS = ("search", "sample", "hand")
 """The parts that are run, in this order; the report is made from what they leave."""
 
+Layouts = Callable[[str, int], Sequence[str]]
+"""(case, devices) -> names of the layouts by hand that there are today."""
+
 _NUMBERS = re.compile(r'\[\s+([^\[\]{}"]*?)\s+\]')
 
 
@@ -113,11 +116,17 @@ def write(path: pathlib.Path, data: dict[str, Any]) -> None:
 
 
 def missing(
-    store: Store, cases: Sequence[str], devices: Sequence[int], parts: Sequence[str], retry: bool
+    store: Store,
+    cases: Sequence[str],
+    devices: Sequence[int],
+    parts: Sequence[str],
+    retry: bool,
+    layouts: Layouts,
 ) -> Iterator[Task]:
     """What is still to do, in the order of cases. Asked one by one: a part may finish meanwhile.
 
-    What was measured of another plan than the case has now is to do again.
+    What was measured of another plan than the case has now is to do again, and pairs by hand where
+    a layout has none.
 
     Args:
       retry: parts whose file says that they failed, lost something or left something undecided
@@ -132,6 +141,7 @@ def missing(
                 if (
                     found is None
                     or is_of_another_plan(found, store.planned(task))
+                    or (part == "hand" and lacking(found, layouts(case, count)))
                     or (retry and is_unsettled(found))
                 ):
                     yield task
@@ -146,6 +156,14 @@ def is_of_another_plan(found: dict[str, Any], plan: dict[str, Any] | None) -> bo
       plan: the candidate of the present one, as JSON.
     """
     return found.get("part") != "search" and found.get("planned") != plan
+
+
+def lacking(found: Mapping[str, Any], layouts: Sequence[str]) -> list[str]:
+    """Today's layouts that a hand part says nothing of; none where it failed as a whole."""
+    if found["failed"]:
+        return []
+    asked = {row["layout"] for row in found["rows"]}
+    return [name for name in layouts if name not in asked]
 
 
 def is_unsettled(found: dict[str, Any]) -> bool:

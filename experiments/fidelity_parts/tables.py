@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.fidelity_parts.goals import GOALS, Goal, shown
-from experiments.fidelity_parts.report import enough
+from experiments.fidelity_parts.report import LEAST, enough
 from experiments.pages import Cell, Table
 
 
@@ -26,7 +26,7 @@ def all_tables(summary: Mapping[str, Any]) -> list[Table]:
                 "in top 3",
                 "plan, best over DP",
                 "hand met",
-                "worst ratio",
+                "worst ratio, or those not met",
                 "to DP or FSDP",
             ),
             rows=tuple(_regret_row(row) for row in rows),
@@ -59,11 +59,13 @@ def all_tables(summary: Mapping[str, Any]) -> list[Table]:
                 "compiles",
                 "profiles",
                 "seconds",
+                "tracing, calibration",
                 "rung 1",
                 "rung 2",
                 "rung 3",
                 "machine of the search",
                 "date",
+                "revision",
             ),
             rows=tuple(_cost_row(row) for row in rows),
         ),
@@ -99,8 +101,9 @@ def goals_table(summary: Mapping[str, Any]) -> Table:
     for text, name in (
         ("cases whose plan is itself a baseline", "plan_is_baseline"),
         ("of these data parallel or FSDP", "plan_is_data_or_fsdp"),
-        ("hand layouts compared", "hand_count"),
+        ("hand layouts", "hand_count"),
         ("of these undecided, counted as missed", "hand_undecided"),
+        ("of these new and not measured yet, counted as missed", "hand_lacking"),
         ("cases whose fresh pairs are undecided", "regret_undecided"),
         ("comparisons that fewer processes were asked about than are today", "pairs_open"),
         ("fewest programs measured for a case", "programs_least"),
@@ -137,10 +140,7 @@ def _regret_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
         interval = f"{100 * sample['low']:.1f} to {100 * sample['high']:.1f} %"
         ups = [shown(sample[f"speed_up_{which}"], "ratio") for which in ("plan", "best")]
         cells += [
-            Cell(
-                f"{sample['measured']}{', all' if sample['whole_space'] else ''}",
-                red=not enough(sample),
-            ),
+            Cell(_measured(sample), red=not enough(sample)),
             Cell(str(sample["failed"])),
             Cell(sample["plan_is"] or "its own"),
             _judged(sample["regret"], "regret_worst"),
@@ -153,13 +153,34 @@ def _regret_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     if hand["why"]:
         return (*cells, Cell(hand["why"][:60], red=True), Cell(""), Cell(""))
     missed = hand["met"] < hand["count"]
-    worst = shown(hand["worst"], "ratio")
     return (
         *cells,
         Cell(f"{hand['met']} of {hand['count']}", red=missed),
-        Cell(f"{worst} {hand['worst_layout']}".strip(), red=missed),
+        Cell(_not_met(hand) or f"{shown(hand['worst'], 'ratio')} {hand['worst_layout']}", missed),
         Cell(shown(hand["data_or_fsdp"], "ratio")),
     )
+
+
+def _measured(sample: Mapping[str, Any]) -> str:
+    """How many programs were measured, and which kind is too few."""
+    if sample["whole_space"]:
+        return f"{sample['measured']}, all"
+    few = [
+        f"{sample[name]} {words}"
+        for name, words in (("drawn", "drawn"), ("top", "of rung 1's best"))
+        if sample[name] < LEAST[name]
+    ]
+    return f"{sample['measured']}" + (f" ({', '.join(few)})" if few else "")
+
+
+def _not_met(hand: Mapping[str, Any]) -> str:
+    """The layouts by hand that the plan does not meet; "" if there are none."""
+    said = [
+        f"{shown(one['ratio'], 'ratio')} {one['layout']}"
+        + (" (undecided)" if one["verdict"] == "undecided" else "")
+        for one in hand["not_met"]
+    ]
+    return "; ".join(said + [f"{hand['lacking']} not measured"] * bool(hand["lacking"]))
 
 
 def _rank_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
@@ -189,14 +210,14 @@ def _rank_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
 def _cost_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     search = row["search"]
     if search is None:
-        return (*_head(row), Cell("not run", red=True), *[Cell("")] * 9)
+        return (*_head(row), Cell("not run", red=True), *[Cell("")] * 11)
     if "numerics" not in search:
-        return (*_head(row), Cell(search["why"][:60], red=True), *[Cell("")] * 9)
+        return (*_head(row), Cell(search["why"][:60], red=True), *[Cell("")] * 11)
     seconds = search["elapsed_s"]
     whole = seconds["all"]
     shares = [
-        Cell(f"{100 * seconds.get(rung, 0.0) / whole:.0f} %" if whole else "-")
-        for rung in ("propagate", "compile", "profile")
+        Cell(f"{100 * seconds[rung] / whole:.0f} %" if whole and rung in seconds else "-")
+        for rung in ("trace", "propagate", "compile", "profile")
     ]
     return (
         *_head(row),
@@ -207,4 +228,5 @@ def _cost_row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
         *shares,
         Cell(search["machine"]),
         Cell(search["date"]),
+        Cell(str(search["model_revision"])),
     )

@@ -18,6 +18,26 @@ class MeasuringError(RuntimeError):
     """A program that had to run did not."""
 
 
+def tried(
+    bench: Benches, programs: Mapping[str, Module], tell: Callable[[str], None]
+) -> dict[str, Failure]:
+    """Loads each program and runs it by itself, so that one that kills the child costs only itself.
+
+    Returns:
+      Why those failed that did.
+    """
+    failed: dict[str, Failure] = {}
+    for done, (name, module) in enumerate(programs.items()):
+        tell(f"trying {name}, {done} of {len(programs)} done")
+        outcome: object = bench.load(name, module)
+        if not isinstance(outcome, Failure):
+            outcome = bench.run(name, 1)
+        bench.unload(name)
+        if isinstance(outcome, Failure):
+            failed[name] = outcome
+    return failed
+
+
 def in_rounds(
     bench: Benches,
     programs: Mapping[str, Module],
@@ -30,7 +50,6 @@ def in_rounds(
 ) -> dict[str, Runner]:
     """Runs every program once in each round, in a fresh random order; all samples are kept.
 
-    Each is first loaded and run by itself: a program that kills the child costs only itself then.
     Steps shorter than 10 ms are repeated within a turn, and processes renewed, as in the races of a
     search.
 
@@ -46,17 +65,7 @@ def in_rounds(
     Raises:
       MeasuringError: the rounds came to an end early, for want of a process to run them in.
     """
-    failed: dict[str, Runner] = {}
-    for done, (name, module) in enumerate(programs.items()):
-        on_progress(f"trying {name}, {done} of {len(programs)} done")
-        outcome: object = bench.load(name, module)
-        if not isinstance(outcome, Failure):
-            outcome = bench.run(name, 1)
-        bench.unload(name)
-        if isinstance(outcome, Failure):
-            failed[name] = Runner(name=name, samples_s=(), rounds=(), failure=outcome)
-    order = [name for name in programs if name not in failed]
-    on_progress(f"running {len(order)} programs in {rounds} rounds")
+    on_progress(f"running {len(programs)} programs in {rounds} rounds")
     begun = 0
 
     def progress() -> bool:
@@ -66,7 +75,7 @@ def in_rounds(
         return False
 
     result = race(
-        order,
+        list(programs),
         bench.run,
         seed=seed,
         # Nobody is judged before the last round is over, so nobody is dropped.
@@ -80,9 +89,9 @@ def in_rounds(
     )
     if result.ended == INTERRUPTED:
         raise KeyboardInterrupt
-    if order and result.ended not in COMPLETE:
+    if programs and result.ended not in COMPLETE:
         raise MeasuringError(f"after {begun - 1} of {rounds} rounds: {result.ended}")
-    ran = {runner.name: runner for runner in result.runners} | failed
+    ran = {runner.name: runner for runner in result.runners}
     return {name: ran[name] for name in programs}
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -33,6 +33,10 @@ class HandLayout:
       vectors_whole: parameters of one dimension keep off the axes of `spread`.
       renamed: names of an activation, all of them -> other names; for dimensions that the model
         leaves without a name, or names as it does others.
+      renamed_params: the same of a parameter.
+      first: names of an activation -> names as which it is laid out first, before its own.
+      gradients_apart: mesh axes whose devices compute the gradients of their part of the batch each
+        by itself, inside `jax.shard_map`, where nothing else is divided (see `apart`).
       batch: key of a batch leaf -> names; any other leaf is ("batch", None, ...).
     """
 
@@ -45,6 +49,9 @@ class HandLayout:
     spread_moments: tuple[str, ...] = ()
     vectors_whole: bool = False
     renamed: Mapping[Names, Names] = dataclasses.field(default_factory=dict)
+    renamed_params: Mapping[Names, Names] = dataclasses.field(default_factory=dict)
+    first: Mapping[Names, Names] = dataclasses.field(default_factory=dict)
+    gradients_apart: tuple[str, ...] = ()
     batch: Mapping[str, Names] = dataclasses.field(default_factory=dict)
 
 
@@ -68,6 +75,7 @@ class Rules:
           names: of its last dimensions; those before them are of stacked layers.
         """
         layout, stacked = self.layout, len(shape) - len(names)
+        names = layout.renamed_params.get(names, names)
         names = tuple(
             None if name and size <= layout.whole_up_to.get(name, 0) else name
             for name, size in zip(names, shape[stacked:], strict=True)
@@ -111,8 +119,21 @@ class Rules:
                 )
         return self._sharding(spec)
 
+    def batch_of(self, batch: Any) -> Any:
+        """A sharding for each leaf of a batch, or of its shapes."""
+
+        def key_of(path: tuple[Any, ...]) -> str:
+            return str(path[-1].key) if path else ""  # a batch may be one array
+
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: self.batch(key_of(path), x.shape), batch
+        )
+
     def constrain(self, x: jax.Array, names: Names) -> jax.Array:
         """The `Constrain` hook of the models."""
+        if names in self.layout.first:
+            first = self.activation(self.layout.first[names], x.shape)
+            x = jax.lax.with_sharding_constraint(x, first)
         return jax.lax.with_sharding_constraint(x, self.activation(names, x.shape))
 
     def replicated(self) -> NamedSharding:
@@ -126,7 +147,7 @@ class Rules:
             for axis in table.get(name, ()) if name else ():
                 if axis in used or axis not in self.mesh.shape:
                     continue  # a mesh axis divides one dimension, the first that asks for it
-                # Key-value heads fewer than the mesh axis stay whole, as in Megatron.
+                # What does not divide stays whole, as key-value heads fewer than the mesh axis.
                 if size % self._count((*taken, axis)) == 0:
                     taken = (*taken, axis)
             used.update(taken)

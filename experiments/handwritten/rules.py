@@ -1,14 +1,22 @@
 """The rule tables: how each project lays out models of its kind, with its source.
 
-`HAND_LAYOUTS` says which of them people write for which model. Not in plain `jax.jit`, and so left
-out: tables of a recommender that lie whole on one device each (Naumov et al. 2019), since every
-array lies on every device of its mesh; cutting each table by columns (TorchRec) exchanges the same.
+`HAND_LAYOUTS` says which of them people write for which model. Left out:
+
+- tables of a recommender that lie whole on one device each (Naumov et al. 2019): in `jax.jit` every
+  array lies on every device of its mesh; cutting each table by columns (TorchRec) exchanges the
+  same;
+- graphs packed for each device apart, so that only gradients are exchanged (jraph,
+  ogb_examples/train_pmap.py): another batch than the model's own, with more padding;
+- what Megatron-LM came to later: moments divided over the batch's devices beside tensor parallelism
+  (`--use-distributed-optimizer`), and activations divided along the sequence between its matmuls
+  (Korthikanti et al. 2022).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any  # the configs of the models have no narrower type
 
-from experiments.handwritten.layouts import HandLayout, Table
+from experiments.handwritten.layouts import HandLayout, Names, Table
 from experiments.handwritten_pod import maxtext
 
 Maker = Callable[[int, Any], Iterator[HandLayout]]
@@ -37,6 +45,19 @@ TENSOR_PARALLEL: Table = dict.fromkeys(
     ("heads", "kv_heads", "mlp", "mlp_moe", "hidden", "vocab"), ("model",)
 )
 
+# JAX's documentation, The Training Cookbook (jax-ml/jax, docs/the-training-cookbook.py, commit
+# 2e5a3b4d10fcf92c5a534f0d43288e5c5c758bf8, `Config`): maps into heads, mlp and vocabulary are
+# divided along the stream (att_qkv, mlp_in, out_kernel), the one out of the heads along these
+# (att_out), the one out of mlp along the stream again (mlp_out). Embedding and positions are whole
+# (embed, pos_embed). It has neither biases nor scales: these are whole too.
+COOKBOOK: Table = dict.fromkeys(("embed", "heads", "embed_vocab"), ("fsdp",))
+COOKBOOK_WHOLE: dict[Names, Names] = {
+    ("vocab", "embed_vocab"): (None, None),
+    (None, "embed"): (None, None),
+    ("embed",): (None,),
+    (None, "heads", None): (None, None, None),
+}
+
 # GShard (Lepikhin et al. 2020, section 3.2): the devices that share the batch share the experts;
 # tokens travel, and everything else is on every device.
 EXPERT_PARAMS: Table = {"exp": ("expert",)}
@@ -61,7 +82,11 @@ def replicated(devices: int, config: Any = None) -> HandLayout:
 
 
 def data_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
-    """The batch is divided, every device holds the whole state."""
+    """The batch is divided, every device holds the whole state.
+
+    As in JAX's documentation, "Distributed arrays and automatic parallelization", 8-way batch data
+    parallelism: the batch is put on the devices in parts, and `jax.jit` does the rest.
+    """
     del config
     yield HandLayout(name="data parallel", axes=(("data", devices),), activations=BY_BATCH)
 
@@ -80,6 +105,29 @@ def optimizer_divided(devices: int, config: Any) -> Iterator[HandLayout]:
     )
 
 
+def gradients_apart(devices: int, config: Any) -> Iterator[HandLayout]:
+    """Data parallelism with one mean of gradients behind the backward pass, by `jax.shard_map`.
+
+    For models of which `jax.jit` sums a gradient over the devices at each turn of a loop; see
+    `apart`, which has the source.
+    """
+    del config
+    yield HandLayout(
+        name="data parallel, gradients apart",
+        axes=(("data", devices),),
+        activations=BY_BATCH,
+        gradients_apart=("data",),
+    )
+
+
+def gradients_apart_optimizer_divided(devices: int, config: Any) -> Iterator[HandLayout]:
+    """The same with ZeRO-1."""
+    for layout in gradients_apart(devices, config):
+        yield dataclasses.replace(
+            layout, name=f"{layout.name}, optimizer divided", spread_moments=("data",)
+        )
+
+
 def fsdp(devices: int, config: Any) -> Iterator[HandLayout]:
     """As data parallel, and every parameter and moment is divided; or all but the vectors."""
     del config
@@ -94,24 +142,37 @@ def fsdp(devices: int, config: Any) -> Iterator[HandLayout]:
         )
 
 
-def tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
-    """Megatron alone."""
+def jax_fsdp(devices: int, config: Any) -> Iterator[HandLayout]:
+    """FSDP of a decoder as JAX's documentation writes it (source at `COOKBOOK`)."""
     del config
     yield HandLayout(
-        name="tensor parallel",
-        axes=(("model", devices),),
-        activations=TENSOR_PARALLEL,
-        params=TENSOR_PARALLEL,
+        name="jax cookbook fsdp",
+        axes=(("fsdp", devices),),
+        activations={"batch": ("fsdp",)},
+        params=COOKBOOK,
+        renamed_params=COOKBOOK_WHOLE,
     )
+
+
+def tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
+    """Megatron alone, if it takes so many devices."""
+    if _takes(config, devices):
+        yield HandLayout(
+            name="tensor parallel",
+            axes=(("model", devices),),
+            activations=TENSOR_PARALLEL,
+            params=TENSOR_PARALLEL,
+        )
 
 
 def data_x_tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
     """Megatron-LM's own (Shoeybi et al. 2019, section 5.1), for every factorization of the devices.
 
     The batch is divided over `data`, and every part of it is at a whole model divided over `model`.
+    JAX's documentation (see `data_parallel`) has it as 4-way batch data parallelism and 2-way model
+    tensor parallelism.
     """
-    del config
-    for model in _model_axes(devices):
+    for model in _model_axes(devices, config):
         yield HandLayout(
             name=f"data x tensor parallel {devices // model}x{model}",
             axes=(("data", devices // model), ("model", model)),
@@ -122,8 +183,7 @@ def data_x_tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
 
 def fsdp_x_tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
     """FSDP over `data`, Megatron over `model`, for every factorization of the devices."""
-    del config
-    for model in _model_axes(devices):
+    for model in _model_axes(devices, config):
         yield HandLayout(
             name=f"fsdp x tensor parallel {devices // model}x{model}",
             axes=(("data", devices // model), ("model", model)),
@@ -135,10 +195,9 @@ def fsdp_x_tensor_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
 
 def maxtext_fsdp_x_tensor(devices: int, config: Any) -> Iterator[HandLayout]:
     """MaxText's rules (source and version in `maxtext`) on its mesh axes fsdp and tensor."""
-    del config
     meshes = {"maxtext fsdp": (("fsdp", devices),)} | {
         f"maxtext fsdp x tensor {devices // m}x{m}": (("fsdp", devices // m), ("tensor", m))
-        for m in _model_axes(devices)
+        for m in _model_axes(devices, config)
     }
     for name, axes in meshes.items():
         yield HandLayout(
@@ -177,8 +236,9 @@ def table_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
 
     By rows, what the devices found is summed into each one's examples; by columns, each is told the
     values of the whole batch, and what it found goes to its examples all to all (TorchRec's
-    row-wise and column-wise sharding). A table that does not divide is on every device. The second
-    keeps tables of up to `SMALL_TABLE` rows on every device, as TorchRec's planner does.
+    row-wise and column-wise sharding), that of all tables at once. A table that does not divide is
+    on every device. The second keeps tables of up to `SMALL_TABLE` rows on every device, as
+    TorchRec's planner does.
     """
     del config
     axes = (("data", devices),)
@@ -196,11 +256,13 @@ def table_parallel(devices: int, config: Any) -> Iterator[HandLayout]:
         whole_up_to={"rows": SMALL_TABLE},
     )
     yield HandLayout(
-        name="tables by columns",
+        name="tables by columns, exchanged at once",
         axes=axes,
         activations={**BY_BATCH, "columns": ("data",)},
         params={"columns": ("data",)},
         renamed={("batch", "embed"): (None, "columns")},
+        # All vectors of an example in one array, which then goes to the examples.
+        first={("batch", None, "embed"): (None, None, "columns")},
         batch={"value_BF": (None, None)},
     )
 
@@ -231,7 +293,8 @@ def spatial(devices: int, config: Any) -> Iterator[HandLayout]:
         yield HandLayout(
             name=f"data x spatial {devices // 2}x2",
             axes=(("data", devices // 2), ("space", 2)),
-            activations={**BY_BATCH, "height": ("space",)},
+            # Of the pixels that look at others each device has its rows', of the others all.
+            activations={**BY_BATCH, "height": ("space",), "queries": ("space",)},
             renamed=dict.fromkeys(
                 (("batch", None, None, "channels"), ("batch", None, None, "hidden")), image
             ),
@@ -239,9 +302,15 @@ def spatial(devices: int, config: Any) -> Iterator[HandLayout]:
         )
 
 
-def _model_axes(devices: int) -> list[int]:
+def _model_axes(devices: int, config: Any) -> list[int]:
     """Sizes of a second mesh axis, none of them 1 or all devices."""
-    return [m for m in range(2, devices) if devices % m == 0]
+    return [m for m in range(2, devices) if devices % m == 0 and _takes(config, m)]
+
+
+def _takes(config: Any, model: int) -> bool:
+    """Whether so many devices divide the query heads, of all towers; Megatron-LM refuses others."""
+    towers = [config, *(getattr(config, name, None) for name in ("image", "text"))]
+    return all(getattr(tower, "heads", 0) % model == 0 for tower in towers)
 
 
 def _expert_axes(devices: int, experts: int) -> list[int]:
@@ -253,15 +322,18 @@ _TENSOR: tuple[Maker, ...] = (tensor_parallel, data_x_tensor_parallel, fsdp_x_te
 _MEGATRON: tuple[Maker, ...] = (*_EVERYWHERE, *_TENSOR)
 # Optimizers that keep nothing, or little, in a parameter's shape: SGD, and Adafactor.
 _MEGATRON_NO_MOMENTS: tuple[Maker, ...] = (data_parallel, fsdp, *_TENSOR)
+# Of parameters that a loop uses anew at each turn: weights of time steps, the head of a loss in
+# parts, biases that all layers share.
+_APART: tuple[Maker, ...] = (gradients_apart, gradients_apart_optimizer_divided)
 
 HAND_LAYOUTS: dict[str, tuple[Maker, ...]] = {
     "mlp": _MEGATRON,
-    "decoder": (*_MEGATRON, maxtext_fsdp_x_tensor),
-    "encoder_decoder": _MEGATRON_NO_MOMENTS,
+    "decoder": (*_MEGATRON, *_APART, jax_fsdp, maxtext_fsdp_x_tensor),
+    "encoder_decoder": (*_MEGATRON_NO_MOMENTS, gradients_apart),
     "vit": _MEGATRON,
     "clip": _MEGATRON,
     "state_space": _MEGATRON,
-    "recurrent": _MEGATRON,
+    "recurrent": (*_MEGATRON, *_APART),
     "moe": (*_MEGATRON, maxtext_fsdp_x_tensor, expert_parallel, maxtext_fsdp_x_expert),
     "resnet50": (*_EVERYWHERE, spatial),
     "resnet152": (*_EVERYWHERE, spatial),
@@ -270,6 +342,6 @@ HAND_LAYOUTS: dict[str, tuple[Maker, ...]] = {
     "graph_network": (*_EVERYWHERE, edge_parallel),
     "linen_vit": _MEGATRON,
     "linen_resnet": (*_EVERYWHERE, spatial),
-    "linen_recurrent": _MEGATRON,
-    "plain_gpt": _MEGATRON_NO_MOMENTS,
+    "linen_recurrent": (*_MEGATRON, *_APART),
+    "plain_gpt": (*_MEGATRON_NO_MOMENTS, jax_fsdp),
 }

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from experiments.handwritten import trainer
+from experiments.handwritten.apart import apart
 from experiments.handwritten.layouts import HandLayout, Rules
 from experiments.handwritten.parameters import names_of
 from experiments.handwritten.rules import HAND_LAYOUTS
@@ -42,9 +43,13 @@ def prepare(case: HandCase, layout: HandLayout, devices: list[jax.Device]) -> tr
       ValueError: the devices that share the batch do not divide it.
     """
     rules = Rules.on(layout, devices)
+    if layout.gradients_apart:
+        made = train_step(case, spread=functools.partial(apart, rules=rules))
+    else:
+        made = train_step(case, rules.constrain)
     return trainer.prepare(
         rules,
-        *train_step(case, rules.constrain),
+        *made,
         functools.partial(names_of, case.name),
         case.optimizer,
         case.sample(0),

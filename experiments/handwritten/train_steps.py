@@ -14,6 +14,9 @@ State = dict[str, Any]
 Step = Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
 Forward = Callable[[Any, Any, Any], tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]]
 """(params, extra, batch) -> (scalar, (new extra, metrics))."""
+Gradients = Callable[[Any, Any, Any], Any]
+"""The same -> ((scalar, (new extra, metrics)), gradients by the parameters)."""
+Spread = Callable[[Gradients], Gradients]
 
 
 class Trained(Protocol):
@@ -38,7 +41,9 @@ class Trained(Protocol):
 
 
 def train_step(
-    case: Trained, constrain: Constrain = unconstrained
+    case: Trained,
+    constrain: Constrain = unconstrained,
+    spread: Spread = lambda gradients: gradients,
 ) -> tuple[Step, Callable[[], State]]:
     """(step, init) of a state {"step", "params", "extra", "opt_state"} of plain arrays.
 
@@ -47,6 +52,7 @@ def train_step(
 
     Args:
       constrain: is called with the model's activations.
+      spread: computes what it is given on the devices in another way.
     """
     parts = {"nnx": _nnx, "linen": _linen, "plain": _plain}[case.kind]
     make, forward = parts(case, constrain)
@@ -61,12 +67,11 @@ def train_step(
             "opt_state": optimizer.init(params),
         }
 
-    def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
-        def run(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]:
-            return forward(params, state["extra"], batch)
+    with_gradients = spread(jax.value_and_grad(forward, has_aux=True))
 
-        (value, (extra, metrics)), gradients = jax.value_and_grad(run, has_aux=True)(
-            state["params"]
+    def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        (value, (extra, metrics)), gradients = with_gradients(
+            state["params"], state["extra"], batch
         )
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
         new_state = {

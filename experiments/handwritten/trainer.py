@@ -53,9 +53,7 @@ def prepare(
       batch: the global batch, or its shapes.
     """
     state_shardings = shardings(rules, names_of, optimizer, jax.eval_shape(init))
-    batch_shardings = jax.tree_util.tree_map_with_path(
-        lambda path, x: rules.batch(_key(path), x.shape), batch
-    )
+    batch_shardings = rules.batch_of(batch)
     return Prepared(
         step=jax.jit(
             step,
@@ -101,8 +99,3 @@ def shardings(
         "extra": jax.tree.map(lambda _: rules.replicated(), state["extra"]),
         "opt_state": moments,
     }
-
-
-def _key(path: tuple[Any, ...]) -> str:
-    """The last key of a batch leaf's path; "" for a batch that is one array."""
-    return str(path[-1].key) if path else ""

@@ -70,6 +70,8 @@ class Recipe:
     Attributes:
       small: the configuration for tests.
       make: configuration -> model; for "plain" its parameters.
+      optimizer: configuration -> optimizer. Weights that decay do so in all parameters; the authors
+        of CLIP and of Mamba exempt gains, biases and the like.
       sample: (seed, examples, configuration) -> batch.
     """
 
@@ -77,7 +79,7 @@ class Recipe:
     module: ModuleType
     make: Callable[[Any], Any]
     small: Any
-    optimizer: Callable[[], optax.GradientTransformation]
+    optimizer: Callable[[Any], optax.GradientTransformation]
     sample: Callable[[int, int, Any], Any]
     kind: Kind = "nnx"
     inputs: Callable[[Any], tuple[Any, ...]] | None = None
@@ -93,7 +95,7 @@ def _vectors(seed: int, batch_size: int, config: mlp.MLPConfig) -> dict[str, np.
 
 
 def _graphs(seed: int, batch_size: int, config: graph_network.GraphNetworkConfig) -> Any:
-    """Graphs of a quarter of the largest one's nodes on average."""
+    """As many nodes as of graphs with a quarter of the largest one's; the graphs' number varies."""
     return graph_network.sample(seed, batch_size * config.largest // 4, config)
 
 
@@ -101,11 +103,13 @@ def _images(batch: Any) -> tuple[Any, ...]:
     return (batch["image_BHWC"],)
 
 
-def _momentum() -> optax.GradientTransformation:
+def _momentum(config: Any) -> optax.GradientTransformation:
+    del config
     return optax.sgd(0.1, momentum=0.9)
 
 
-def _adamw() -> optax.GradientTransformation:
+def _adamw(config: Any) -> optax.GradientTransformation:
+    del config
     return optax.adamw(3e-4)
 
 
@@ -113,7 +117,8 @@ def _warmup_cosine(peak: float) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps=100, decay_steps=10_000)
 
 
-def _clipped_adam() -> optax.GradientTransformation:
+def _clipped_adam(config: Any) -> optax.GradientTransformation:
+    del config
     return optax.chain(optax.clip_by_global_norm(5.0), optax.adam(1e-3))
 
 
@@ -124,7 +129,7 @@ _VIT = Recipe(
     module=vit,
     make=vit.ViT,
     small=vit.ViTConfig(),
-    optimizer=lambda: optax.lion(1e-4, weight_decay=0.1),
+    optimizer=lambda _: optax.lion(1e-4, weight_decay=0.1),
     sample=vit.sample,
 )
 _RESNET = Recipe(
@@ -167,7 +172,7 @@ RECIPES: dict[str, Recipe] = {
         make=encoder_decoder.EncoderDecoder,
         small=encoder_decoder.EncoderDecoderConfig(),
         # Its default factors nothing smaller than 128 x 128, which here would be nothing at all.
-        optimizer=lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+        optimizer=lambda _: optax.adafactor(1e-2, min_dim_size_to_factor=8),
         sample=encoder_decoder.sample,
     ),
     "vit": _VIT,
@@ -188,7 +193,7 @@ RECIPES: dict[str, Recipe] = {
         module=unet,
         make=unet.UNet,
         small=unet.UNetConfig(),
-        optimizer=lambda: optax.chain(
+        optimizer=lambda _: optax.chain(
             optax.clip_by_global_norm(1.0), optax.adamw(_warmup_cosine(2e-4))
         ),
         sample=unet.sample,
@@ -198,7 +203,7 @@ RECIPES: dict[str, Recipe] = {
         module=state_space,
         make=state_space.StateSpace,
         small=state_space.StateSpaceConfig(),
-        optimizer=lambda: optax.adamw(_warmup_cosine(6e-4), b2=0.95, weight_decay=0.1),
+        optimizer=lambda _: optax.adamw(_warmup_cosine(6e-4), b2=0.95, weight_decay=0.1),
         sample=state_space.sample,
     ),
     "recurrent": _RECURRENT,
@@ -207,7 +212,7 @@ RECIPES: dict[str, Recipe] = {
         module=recommender,
         make=recommender.Recommender,
         small=recommender.RecommenderConfig(),
-        optimizer=lambda: optax.adagrad(0.01),
+        optimizer=lambda _: optax.adagrad(0.01),
         sample=recommender.sample,
     ),
     "graph_network": Recipe(
@@ -215,7 +220,7 @@ RECIPES: dict[str, Recipe] = {
         module=graph_network,
         make=graph_network.GraphNetwork,
         small=graph_network.GraphNetworkConfig(),
-        optimizer=lambda: optax.adam(1e-3),
+        optimizer=lambda _: optax.adam(1e-3),
         sample=_graphs,
     ),
     "clip": Recipe(
@@ -223,7 +228,7 @@ RECIPES: dict[str, Recipe] = {
         module=clip,
         make=clip.CLIP,
         small=clip.CLIPConfig(),
-        optimizer=lambda: optax.adamw(5e-4, weight_decay=0.2),
+        optimizer=lambda _: optax.adamw(5e-4, weight_decay=0.2),
         sample=clip.sample,
     ),
     "linen_vit": dataclasses.replace(
@@ -245,7 +250,7 @@ RECIPES: dict[str, Recipe] = {
         module=plain_gpt,
         make=plain_gpt.init,
         small=plain_gpt.PlainGPTConfig(),
-        optimizer=lambda: optax.sgd(plain_gpt.PlainGPTConfig().learning_rate),
+        optimizer=lambda config: optax.sgd(config.learning_rate),
         sample=_tokens,
     ),
 }
@@ -280,7 +285,7 @@ def of_size(name: str, config: Any, batch_size: int) -> Case:
         batch_size=batch_size,
         make_model=functools.partial(recipe.make, config),
         loss=functools.partial(recipe.module.loss, config) if plain else recipe.module.loss,
-        optimizer=recipe.optimizer(),
+        optimizer=recipe.optimizer(config),
         make_batch=lambda seed, examples: recipe.sample(seed, examples, config),
         inputs=recipe.inputs,
         step=functools.partial(recipe.module.step, config) if plain else None,

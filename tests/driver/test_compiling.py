@@ -14,11 +14,13 @@ from autoshard.driver.compiling import Compiling
 from autoshard.driver.ledger import Row
 from autoshard.driver.measuring import Measuring, opened_bench
 from autoshard.layout import Candidate, Layout
+from autoshard.module import Module
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.worker import WorkerSettings, worker_here
 from autoshard.strategy import baselines
-from autoshard.trial import Failure, Kind, Stage
+from autoshard.trial import Failure, Kind, Rung, Stage
 from tests.analysed import COST, subject, target
+from tests.driver.test_promoting import estimate
 from tests.workloads import UNMEASURED
 
 NOT_JUDGED = Failure(stage=Stage.PROPAGATE, kind=Kind.UNSUPPORTED, message="not asked")
@@ -101,6 +103,71 @@ def test_answers_are_kept_by_the_compilers_options_and_without_any_as_before(led
     assert plain[0] == before
     assert len({*plain, *one, *other}) == 6
     assert keys("--xla_a=1 --xla_b") == keys("--xla_b --xla_a=1")
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["priced", "failed"])
+@pytest.mark.parametrize("kind", ["worker", "here"])
+def test_of_rows_that_come_to_one_program_one_is_compiled(ledger, monkeypatch, answered, kind):
+    of = subject("scanned_mlp")
+    ledger.subjects, ledger.cost = [of], COST
+    failed = Failure(stage=Stage.COMPILE, kind=Kind.UNSUPPORTED, message="no")
+    judged = estimate(rung=Rung.COMPILE) if answered else failed
+    monkeypatch.setattr(compiling, "estimate_of", lambda *_: judged)
+    compiled = []
+
+    def compile_(module, *_):
+        compiled.append(module)
+        return object() if answered else failed
+
+    monkeypatch.setattr(compiling, "compile_in_process", lambda request: compile_(request.module))
+    monkeypatch.setattr(compiling, "compile_on", compile_)
+
+    def rows(count):
+        same, other = (
+            Module(
+                stablehlo=code,
+                mesh=(("x", 8),),
+                platform="cpu",
+                inputs=(),
+                outputs=(),
+                state_count=0,
+            )
+            for code in (b"same", b"other")
+        )
+        return [
+            Row(
+                subject=0,
+                candidate=b.candidate,
+                baseline="",
+                program=i,
+                propagated=dataclasses.replace(estimate(), dropped=(f"of row {i}",)),
+                module=module,
+                digest=module.digest,
+            )
+            for i, (b, module) in enumerate(
+                zip(baselines(of.space)[:count], [same, other, same, same], strict=False)
+            )
+        ]
+
+    def asked(rows, indices):
+        ledger.rows = rows
+        rung2 = Compiling(ledger, Silent(answers=9) if kind == "worker" else None)
+        for some in indices:
+            rung2.begin(some, 1.0)
+        rung2.finish()
+        return rung2
+
+    rung2 = asked(rows(4), [[0, 1, 2, 2], [0, 2], [3]])
+    assert [module.stablehlo for module in compiled] == [b"same", b"other"]
+    assert rung2.count == 2
+    for i, row in enumerate(ledger.rows):
+        wanted = dataclasses.replace(judged, dropped=(f"of row {i}",)) if answered else failed
+        assert row.compiled == wanted
+    # The journal answers for all of them, and they are still of one program.
+    again = [dataclasses.replace(row, module=None, digest="") for row in rows(4)]
+    rung2 = asked(again, [[0, 1, 2, 3]])
+    assert len(compiled) == 2 and rung2.count == 2
+    assert ledger.standing(range(4)) == [0, 1]
 
 
 def test_the_bench_looks_where_the_compiler_wrote(ledger, tmp_path):

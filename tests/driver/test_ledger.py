@@ -10,7 +10,7 @@ from autoshard.cost import CostModel
 from autoshard.driver import ledger as ledger_file
 from autoshard.driver.ledger import Row
 from autoshard.layout import Candidate, Layout
-from autoshard.trial import Estimate, Rung, Stage
+from autoshard.trial import Estimate, Failure, Kind, Measurement, Rung, Stage
 from tests.analysed import CONSTANTS
 
 
@@ -85,6 +85,37 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
         case "more":
             asked["seed"] = 1
     assert ledger.key(**asked) != before
+
+
+def test_of_rows_that_came_to_one_program_one_stands_for_it(ledger):
+    candidate = Candidate(layout=Layout(mesh=()))
+    measured = Measurement(samples_s=(1.0,), rounds=(0,))
+    failed = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="it died")
+    for digest, baseline, profiled, subject in (
+        ("a", "", None, 0),
+        ("a", "FSDP", None, 0),  # stands: it has a name
+        ("b", "", measured, 0),
+        ("b", "FSDP", None, 0),  # stands
+        ("b", "ZeRO-1", None, 0),  # and so does this: people look for both
+        ("", "", None, 0),  # nobody knows of what comes to no program yet
+        ("", "", None, 0),
+        ("a", "", None, 1),  # of other knobs
+        ("c", "", None, 0),
+        ("c", "", failed, 0),  # stands: it is measured
+    ):
+        ledger.rows.append(
+            Row(
+                subject=subject,
+                candidate=candidate,
+                baseline=baseline,
+                program=len(ledger.rows),
+                propagated=failed,
+                profiled=profiled,
+                digest=digest,
+            )
+        )
+    assert ledger.standing(range(10)) == [1, 3, 4, 5, 6, 7, 9]
+    assert ledger.standing([2, 1, 0]) == [2, 1]
 
 
 def test_the_best_that_is_told_of_fits(ledger):

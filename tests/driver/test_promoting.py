@@ -121,6 +121,19 @@ def test_two_baselines_and_what_the_author_wrote_are_measured_however_slow(ledge
     assert promoting.worth_measuring(ledger, [0]) == [], "nothing is compiled"
 
 
+def test_a_program_is_measured_once_however_many_layouts_come_to_it(ledger):
+    said = estimate(1.0, rung=Rung.COMPILE)
+    ledger.rows = [
+        row(0, compiled=said, digest="a"),
+        row(1, compiled=said, digest="a"),
+        row(2, "FSDP", compiled=said, digest="b"),
+        row(3, compiled=said, digest="b"),
+    ]
+    assert promoting.worth_measuring(ledger, range(4)) == [0, 2]
+    ledger.rows[1].profiled = Measurement(samples_s=(1.0,), rounds=(0,))
+    assert promoting.worth_measuring(ledger, [0, 2, 3]) == [2], "the other of the first is measured"
+
+
 def test_measurements_correct_the_order(ledger):
     ledger.rows = [row(i, propagated=estimate(1.0)) for i in range(3)]
     promoting.learn(ledger)

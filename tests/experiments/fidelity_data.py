@@ -10,6 +10,7 @@ PROVENANCE = {
     "seed": 0,
     "machine": "x86_64 Abacus",
     "date": "2026-01-01",
+    "model_revision": 1,
 }
 
 

@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from autoshard import hlo
 from autoshard.integrations.flax import TrainState
 from experiments.handwritten import steps, train_steps, trainer
 from experiments.handwritten.layouts import Rules
@@ -38,6 +39,7 @@ QUICKLY = {
     ("mlp", "data x tensor parallel 4x2"),
     ("mlp", "data parallel, optimizer divided"),
     ("decoder", "fsdp x tensor parallel 2x4"),
+    ("decoder", "jax cookbook fsdp"),
     ("decoder", "maxtext fsdp x tensor 4x2"),
     ("encoder_decoder", "fsdp x tensor parallel 4x2"),
     ("vit", "fsdp x tensor parallel 2x4"),
@@ -46,8 +48,11 @@ QUICKLY = {
     ("unet", "fsdp"),
     ("state_space", "tensor parallel"),
     ("recurrent", "tensor parallel"),
+    ("recurrent", "data parallel, gradients apart, optimizer divided"),
+    ("decoder", "data parallel, gradients apart"),
+    ("linen_recurrent", "data parallel, gradients apart"),
     ("recommender", "tables by rows"),
-    ("recommender", "tables by columns"),
+    ("recommender", "tables by columns, exchanged at once"),
     ("graph_network", "edge parallel"),
     ("clip", "data parallel"),
     ("linen_vit", "fsdp"),
@@ -151,6 +156,14 @@ def gathered(name, layout):
         for result in found
         for dims in re.findall(r"\w+\[([\d,]*)\]", result)
     }
+
+
+def sent(name, layout):
+    """(kind, how often a step does it) of each collective, in the order of the program."""
+    prepared, step = compiled_layout(name, layout)
+    mesh = next(x.mesh for x in jax.tree.leaves(prepared.state))
+    found = hlo.count(hlo.parse(step.as_text()), tuple(mesh.shape.items())).collectives
+    return [(one.kind, one.count) for one in found]
 
 
 @functools.cache

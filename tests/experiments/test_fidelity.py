@@ -112,6 +112,44 @@ def test_a_whole_space_is_measured_when_all_of_it_that_fits_was() -> None:
         assert row is not None and report.enough(row) == there
 
 
+def test_drawn_programs_and_rung_1s_best_that_do_not_run_are_missed() -> None:
+    def row(drawn: int, top: int, more: int, failed: str = "") -> dict:
+        made = [program(f"d{i}", 1.0, groups=("near best",)) for i in range(drawn)]
+        made += [program(f"t{i}", 1.0, groups=("top", "finalists")) for i in range(top)]
+        made += [program(f"m{i}", 1.0, groups=("filling",)) for i in range(more)]
+        if failed:
+            made.append(program("x", 1.0, groups=(failed,), failure="crash"))
+        found = report.sample_row({**data.sample([*made, *ALL_GOOD[:2]]), "whole_space": False})
+        assert found is not None
+        return found
+
+    assert report.enough(row(30, 8, 8)), "two more of rung 1's best are among the four"
+    assert not report.enough(row(29, 8, 20, failed="uniform"))
+    assert not report.enough(row(35, 7, 20, failed="top"))
+    assert not report.enough(row(30, 8, 7))
+    few = {**results()["mlp", 8], "sample": data.sample(ALL_GOOD)}
+    few["sample"] |= {"whole_space": False}
+    table = tables.all_tables(report.summarise({("mlp", 8): few}))[1]
+    cell = table.rows[0][2]
+    assert cell.red and cell.text == "4 (2 drawn, 2 of rung 1's best)"
+
+
+def test_layouts_that_are_not_met_are_named() -> None:
+    def cell(**changed: object) -> pages.Cell:
+        found = {**data.hand(data_parallel=0.9, fsdp=None, tensor_parallel=1.1), **changed}
+        table = tables.all_tables(report.summarise({("mlp", 8): {"hand": found}}))[1]
+        return table.rows[0][-2]
+
+    said = "- fsdp (undecided); 1.100 tensor parallel"
+    assert cell() == pages.Cell(said, red=True)
+    assert cell(lacking=["new"]) == pages.Cell(f"{said}; 1 not measured", red=True)
+    met = data.hand(data_parallel=0.9, fsdp=1.0)
+    assert cell(rows=met["rows"]) == pages.Cell("1.000 fsdp", red=False)
+    lacking = report.summarise({("mlp", 8): {"hand": {**met, "lacking": ["new"]}}})
+    assert lacking["figures"]["hand_met"] == pytest.approx(2 / 3)
+    assert lacking["figures"]["hand_lacking"] == 1 and "hand_met" in missed(lacking)
+
+
 def test_tau_and_its_ceiling_without_noise_are_one() -> None:
     made = [program(name, 1.0 + i / 10) for i, name in enumerate("abcdef")]
     found = report.tau_of(data.sample(made), "rung2")
@@ -325,12 +363,22 @@ def test_tables_go_between_the_markers_of_a_page(tmp_path: pathlib.Path) -> None
 
 def test_a_peer_that_the_beam_does_not_beat_by_ten_is_red() -> None:
     def row(candidates: int, beam: int | None) -> dict[str, float | int | None]:
-        return {"best_s": 1.0, "candidates": candidates, "beam_candidates": beam}
+        return {
+            "best_s": 1.0,
+            "candidates": candidates,
+            "beam_candidates": beam,
+            "judged": 600 if candidates >= 500 else max(candidates, 30),
+        }
 
     case = {"budget": 600, "beam": row(9, 9), "tpe": row(500, 50), "random": row(90, 9)}
     table = peers_page.peers_table({"cases": {"mlp on x": case}}, 1)
     assert not any(cell.red for line in table.rows for cell in line)
     assert "500, 50 (0.10)" in [cell.text for cell in table.rows[0]]
+    assert [table.rows[0][i].text for i in (2, 3, 5)] == [
+        "1.00 s, 30 judged",
+        "1.00 s",
+        "1.00 s, 90 judged",
+    ]
     for worse in (row(500, 51), row(600, None)):
         table = peers_page.peers_table({"cases": {"mlp on x": {**case, "tpe": worse}}}, 1)
         assert [cell.red for line in table.rows for cell in line].count(True) == 2
@@ -338,8 +386,8 @@ def test_a_peer_that_the_beam_does_not_beat_by_ten_is_red() -> None:
 
 
 def test_no_peer_is_beaten_where_there_was_nothing_to_find_or_cases_are_left() -> None:
-    nothing = {"best_s": 1.0, "candidates": 0, "beam_candidates": 0}
-    some = {"best_s": 1.0, "candidates": 500, "beam_candidates": 5}
+    nothing = {"best_s": 1.0, "candidates": 0, "beam_candidates": 0, "judged": 30}
+    some = {"best_s": 1.0, "candidates": 500, "beam_candidates": 5, "judged": 500}
     case = {"budget": 600, "beam": some, "tpe": some, "random": nothing}
     last = peers_page.peers_table({"cases": {"mlp on x": case}}, 1).rows[-1]
     assert [(cell.text, cell.red) for cell in last if cell.text.startswith("met")] == [

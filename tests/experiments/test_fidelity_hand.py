@@ -15,6 +15,14 @@ from tests.experiments.tiny_case import TinyCase
 HAND = Task(part="hand", case="tiny", devices=8)
 
 
+def layouts(case: str, devices: int) -> list[str]:
+    return ["fsdp 1x2", "data parallel"]
+
+
+def missing(kept: Store, retry: bool) -> list[Task]:
+    return list(store.missing(kept, ["tiny"], [8], ["hand"], retry, layouts))
+
+
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[str]]:
     """Runs the hand part over two layouts; returns what was started.
@@ -24,9 +32,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[
     nothing.
     """
     store.write(kept.plan(HAND), {"candidate": {"layout": "the first"}})
-    monkeypatch.setattr(
-        hand.steps, "hand_steps", lambda case, n: {"fsdp 1x2": 0, "data parallel": 0}
-    )
+    monkeypatch.setattr(hand.steps, "hand_steps", lambda case, n: dict.fromkeys(layouts("tiny", n)))
 
     def run(
         good: list[str],
@@ -87,10 +93,28 @@ def test_a_hand_comparison_is_made_anew_for_another_plan_and_when_its_result_is_
     kept.result(HAND).unlink()
     assert by_hand(both, seed=1) == both
     store.write(kept.plan(HAND), {"candidate": {"layout": "the second"}})
-    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=False)) == [HAND]
-    assert report.load(kept, ["tiny"], [8])["tiny", 8]["hand"] is None
+    assert missing(kept, retry=False) == [HAND]
+    assert report.load(kept, ["tiny"], [8], layouts)["tiny", 8]["hand"] is None
     assert by_hand(both, seed=1) == both
-    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=False)) == []
+    assert missing(kept, retry=False) == []
+
+
+def test_layouts_come_and_go(by_hand: Callable[..., list[str]], kept: Store) -> None:
+    by_hand(["fsdp 1x2", "data parallel"])
+
+    def said(*layouts: str) -> tuple[list[Task], Any]:
+        def names(case: str, devices: int) -> list[str]:
+            return [*layouts]
+
+        asked = (store.missing(kept, ["tiny"], [8], ["hand"], x, names) for x in (False, True))
+        (open_,) = {tuple(tasks) for tasks in asked}
+        return [*open_], report.hand_row(report.load(kept, ["tiny"], [8], names)["tiny", 8]["hand"])
+
+    open_, row = said("data parallel", "new")
+    assert open_ == [HAND] and (row["count"], row["met"], row["lacking"]) == (2, 1, 1)
+    assert row["worst_layout"] == "data parallel" and row["not_met"] == []
+    open_, row = said("data parallel")
+    assert open_ == [] and (row["count"], row["met"], row["lacking"]) == (1, 1, 0)
 
 
 def test_an_undecided_hand_comparison_gets_another_try_with_more_time(
@@ -98,8 +122,8 @@ def test_an_undecided_hand_comparison_gets_another_try_with_more_time(
 ) -> None:
     both = ["fsdp 1x2", "data parallel"]
     assert by_hand(both, limit_s=5.0) == both
-    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=False)) == []
-    assert list(store.missing(kept, ["tiny"], [8], ["hand"], retry=True)) == [HAND]
+    assert missing(kept, retry=False) == []
+    assert missing(kept, retry=True) == [HAND]
     assert by_hand(both, limit_s=5.0) == []
     assert by_hand(both, limit_s=20.0) == both
     assert by_hand(both, limit_s=40.0) == []  # decided: more time changes nothing

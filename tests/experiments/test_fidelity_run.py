@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import random
 import subprocess
 import sys
 import types
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +37,16 @@ from experiments.fidelity_parts import (
 from experiments.fidelity_parts.store import Store, Task
 from tests.analysed import CONSTANTS
 from tests.experiments.tiny_case import TinyCase
+
+
+def none(case: str, devices: int) -> list[str]:
+    """Nobody writes a layout for the tiny case."""
+    return []
+
+
+def missing(kept: Store, retry: bool) -> list[Task]:
+    return list(store.missing(kept, ["tiny"], [8], ["sample"], retry, none))
+
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -79,6 +91,7 @@ def test_what_is_whole_is_not_run_again_and_what_is_torn_is(kept: Store) -> None
             [4, 8],
             ["search", "sample"],
             retry=retry,
+            layouts=none,
             start=start,
             tell=lambda text: None,
         )
@@ -105,7 +118,7 @@ def test_a_part_that_ends_badly_does_not_stop_the_others(kept: Store) -> None:
         return ""
 
     lost = running.run_missing(
-        kept, ["a"], [4, 8], ["search"], retry=False, start=start, tell=told.append
+        kept, ["a"], [4, 8], ["search"], retry=False, layouts=none, start=start, tell=told.append
     )
     assert [task.devices for task in lost] == [4]
     assert any("code -9" in text for text in told)
@@ -146,13 +159,16 @@ def test_a_plan_that_is_kept_names_no_traces(searched: Any) -> None:
 
 @pytest.fixture
 def never_compile(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Compiles nothing; rows get their own estimate of rung 1 as the compiler's."""
+    """Compiles nothing; rows get their own estimate of rung 1 as the compiler's.
+
+    And a program of their own.
+    """
     compiled: list[int] = []
 
     def compile(self: Any, indices: list[int], share: float) -> None:
         for i in indices:
             row = self._ledger.rows[i]
-            row.compiled = row.propagated
+            row.compiled, row.digest = row.propagated, str(i)
             compiled.append(i)
 
     monkeypatch.setattr(sampling.Compiling, "compile", compile)
@@ -160,12 +176,16 @@ def never_compile(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def chosen(
-    kept: Store, calibration: pathlib.Path, seed: int, size: sampling.Size, width: int = 64
+    kept: Store,
+    calibration: pathlib.Path,
+    seed: int,
+    size: sampling.Size,
+    try_out: Callable[[Any, Sequence[int]], None] = lambda ledger, rows: None,
 ) -> tuple[list[tuple[str, ...]], sampling.Sample, Any]:
     task = Task(part="sample", case="tiny", devices=8)
     ledger = sampling.open_ledger(
         task,
-        TinyCase(width=width),
+        TinyCase(),
         kept,
         Journal(),
         cost_model(sampling.target_of(task), calibration),
@@ -175,7 +195,7 @@ def chosen(
     subject = ledger.subjects[0]
     plan = subject.space.sample(random.Random(5))
     assert plan is not None
-    sample = sampling.choose(ledger, [plan], size)
+    sample = sampling.choose(ledger, [plan], size, functools.partial(try_out, ledger))
     return [tuple(one.groups) for one in sample.programs], sample, ledger
 
 
@@ -201,6 +221,79 @@ def test_the_sample_holds_what_it_should_each_program_once(
     assert again == groups and [one.row for one in other.programs] == [
         one.row for one in sample.programs
     ]
+
+
+def test_what_does_not_run_stays_in_the_sample_and_others_are_measured_in_its_place(
+    kept: Store, calibration: pathlib.Path, never_compile: list[int]
+) -> None:
+    size = sampling.Size(fitting=12, top=3, total=24, at_once=4)
+    _, all_run, _ = chosen(kept, calibration, 0, size)
+    died = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="it died")
+    tried: list[int] = []
+
+    def try_out(ledger: Any, rows: Sequence[int]) -> None:
+        assert all(ledger.rows[i].compiled for i in rows) and not set(rows) & set(tried)
+        for i in rows:
+            tried.append(i)
+            if len(tried) % 2:
+                ledger.rows[i].profiled = died
+
+    groups, sample, ledger = chosen(kept, calibration, 0, size, try_out)
+    assert sorted(tried) == sorted(one.row for one in sample.programs)
+    ran = [ledger.rows[one.row].profiled is None for one in sample.programs]
+    assert sum(ran) == 24 < len(ran)
+    for some, least in (({"top"}, 3), (set(sampling.DRAWN), 12)):
+        runs = [ok for ok, own in zip(ran, groups, strict=True) if some & set(own)]
+        assert sum(runs) == least < len(runs)
+    assert {one.row for one in all_run.programs if "top" in one.groups} < {
+        one.row for one in sample.programs if "top" in one.groups
+    }
+
+
+def test_layouts_that_come_to_one_program_are_one(
+    kept: Store, calibration: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here every third row is the program of the one before it, and none is another's."""
+
+    def compile(self: Any, indices: list[int], share: float) -> None:
+        for i in indices:
+            row = self._ledger.rows[i]
+            row.compiled, row.digest = row.propagated, str(i - (i % 3 == 2))
+
+    monkeypatch.setattr(sampling.Compiling, "compile", compile)
+    tried: list[int] = []
+
+    def try_out(ledger: Any, rows: Sequence[int]) -> None:
+        tried.extend(rows)
+
+    size = sampling.Size(fitting=12, top=6, total=30, at_once=4)
+    groups, sample, ledger = chosen(kept, calibration, 0, size, try_out)
+    rows = [ledger.rows[one.row] for one in sample.programs]
+    assert len({row.digest for row in rows}) == len(rows) >= 30
+    assert any(row.compiled and row not in rows for row in ledger.rows), "there were some"
+    assert len({ledger.rows[i].digest for i in tried}) == len(tried)
+    assert sum("finalists" in own for own in groups) == 1
+    assert sample.finalists[0] in [one.row for one in sample.programs]
+
+
+def test_a_name_of_a_baseline_stays_with_its_program() -> None:
+    died = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message="it died")
+    rows = [
+        SimpleNamespace(program=i, baseline=name, digest="a", compiled=None, profiled=None)
+        for i, name in enumerate(["", "FSDP", "data parallel"])
+    ]
+    ledger: Any = SimpleNamespace(rows=rows, fitting=lambda indices: list(indices))
+    picks = sampling._Picks(ledger)
+    picks.add("top", [0])
+    picks.settle()
+    assert picks.untried() == [0]
+    rows[0].profiled = died
+    picks.add("baselines", [1, 2])
+    picks.settle()
+    (one,) = picks.chosen
+    assert one == sampling.Chosen(row=1, groups=["top", "baselines"])
+    assert rows[1].profiled is died and picks.untried() == [] and picks.running() == 0
+    assert picks.standing([0, 1, 2]) == [1, 1, 1]
 
 
 def test_a_small_space_is_taken_whole(
@@ -294,8 +387,8 @@ def test_a_case_goes_through_search_sample_and_report(
     asked_on = json.loads(kept.result(task).read_text())
     asked_on["fresh"][1] = {"rival": asked_on["fresh"][1]["rival"], "failed": "it died"}
     store.write(kept.result(task), asked_on)
-    assert list(store.missing(kept, ["tiny"], [8], ["sample"], retry=False)) == []
-    assert list(store.missing(kept, ["tiny"], [8], ["sample"], retry=True)) == [task]
+    assert missing(kept, retry=False) == []
+    assert missing(kept, retry=True) == [task]
     measuring.run(task, case, kept, settings=settings, **options)
     more = store.read(kept.result(task))
     assert more is not None and {k: v for k, v in more.items() if k != "fresh"} == {
@@ -305,7 +398,7 @@ def test_a_case_goes_through_search_sample_and_report(
         assert before["rival"] == after["rival"] and len(after["processes"]) == 3
         kept_on = after["first_s"][: len(before["first_s"])] == before["first_s"]
         assert kept_on == (number != 1)
-    assert list(store.missing(kept, ["tiny"], [8], ["sample"], retry=True)) == []
+    assert missing(kept, retry=True) == []
     other = TinyCase(width=128)
     kept.result(task).unlink()
     with pytest.raises(autoshard.PlanError, match=r"another model.*\n.*recorded"):
@@ -313,7 +406,7 @@ def test_a_case_goes_through_search_sample_and_report(
         measuring.run(task, other, kept, settings=settings, **options)
     store.write(kept.result(task), found)
 
-    results = report.load(kept, ["tiny", "absent"], [8])
+    results = report.load(kept, ["tiny", "absent"], [8], none)
     summary = report.summarise(results)
     row = summary["rows"][0]
     assert row["search"]["covered"] and row["sample"]["measured"] == len(found["programs"])
@@ -502,5 +595,5 @@ def test_a_search_that_fails_is_a_result(kept: Store) -> None:
     measuring.run(sample, Broken(), kept, **options)
     said = store.read(kept.result(sample))
     assert said is not None and "no plan" in said["failed"]
-    row = report.summarise(report.load(kept, ["tiny"], [8]))["rows"][0]
+    row = report.summarise(report.load(kept, ["tiny"], [8], none))["rows"][0]
     assert not row["search"]["covered"] and not row["sample"]["top1"]

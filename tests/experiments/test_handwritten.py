@@ -29,6 +29,9 @@ def test_the_layouts_of_8_devices():
         ),
     ]
     megatron = [*everywhere, *tensor]
+    # Four heads are not divided by eight devices: Megatron refuses.
+    few_heads = [name for name in megatron if name != "tensor parallel"]
+    apart = [f"data parallel, gradients apart{x}" for x in ("", ", optimizer divided")]
     maxtext = ["maxtext fsdp", *(f"maxtext fsdp x tensor {shape}" for shape in ("4x2", "2x4"))]
     experts = [
         f"maxtext fsdp x expert {shape}{end}"
@@ -37,20 +40,34 @@ def test_the_layouts_of_8_devices():
     ]
     images = ("resnet50", "resnet152", "linen_resnet", "unet")
     own = {
-        "decoder": [*megatron, *maxtext],
+        "decoder": [*megatron, *apart, "jax cookbook fsdp", *maxtext],
+        **{x: [*megatron, *apart] for x in ("recurrent", "linen_recurrent")},
+        **dict.fromkeys(("vit", "linen_vit", "clip"), few_heads),
         "moe": [*megatron, *maxtext, "expert parallel", *experts],
-        **{x: ["data parallel", *fsdp, *tensor] for x in ("encoder_decoder", "plain_gpt")},
+        **{
+            x: [name for name in few_heads if "optimizer divided" not in name] + more
+            for x, more in (("encoder_decoder", apart[:1]), ("plain_gpt", ["jax cookbook fsdp"]))
+        },
         "recommender": [
             *everywhere,
             "tables by rows",
             "large tables by rows, small ones whole",
-            "tables by columns",
+            "tables by columns, exchanged at once",
         ],
         "graph_network": [*everywhere, "edge parallel"],
         **{x: [*everywhere, "data x spatial 4x2"] for x in images},
     }
     for name in CASES:
         assert list(steps.hand_steps(case(name, "small"), 8)) == own.get(name, megatron), name
+
+
+def test_a_model_is_divided_by_as_many_devices_as_divide_the_heads_of_all_its_towers():
+    clip = case("clip", "shrunk")  # 12 heads and 8
+    names = [list(steps.hand_steps(clip, n)) for n in (4, 8)]
+    assert ["tensor parallel" in some for some in names] == [True, False]
+    assert ["data x tensor parallel 2x4" in some for some in names] == [False, True]
+    assert "data x tensor parallel 2x8" not in steps.hand_steps(clip, 16)
+    assert "data x tensor parallel 2x8" in steps.hand_steps(case("decoder", "small"), 16)
 
 
 def test_every_case_has_layouts_and_no_other():
@@ -133,6 +150,31 @@ def test_megatron_divides_heads_mlp_and_vocabulary():
     wide = specs("mlp", "tensor parallel")
     assert wide["['params']['layers'][0]['kernel']"][2] == P(None, "model")
     assert wide["['params']['layers'][1]['kernel']"][2] == P("model", None)
+
+
+def test_jax_s_cookbook_divides_the_stream_and_what_comes_out_of_heads_by_these():
+    leaves = specs("decoder", "jax cookbook fsdp")
+    layer = "['params']['layers']"
+    for path, spec in {
+        f"{layer}['attention']['query']": P(None, "fsdp", None, None),
+        f"{layer}['attention']['key']": P(None, "fsdp", None, None),
+        f"{layer}['attention']['out']": P(None, "fsdp", None, None),
+        f"{layer}['mlp']['up']": P(None, "fsdp", None),
+        f"{layer}['mlp']['down']": P(None, None, "fsdp"),
+        f"{layer}['mlp_norm']['scale']": P(None, None),
+        "['params']['embedding']": P(None, None),
+        "['params']['head']": P("fsdp", None),
+        "['opt_state'][0].mu['head']": P("fsdp", None),
+    }.items():
+        assert leaves[path][2] == spec, path
+    plain = specs("plain_gpt", "jax cookbook fsdp", devices=4)
+    whole = {path for path, (shape, part, _) in plain.items() if shape == part}
+    assert {path for path in whole if "_bias_" not in path and "_scale_" not in path} == {
+        "['step']",
+        "['params']['embedding_VD']",
+        "['params']['positions_TD']",
+    }
+    assert not any("_bias_" in path or "_scale_" in path for path in set(plain) - whole)
 
 
 def test_maxtext_divides_the_width_at_rest_and_heads_mlp_and_vocabulary():

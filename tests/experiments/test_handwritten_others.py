@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from experiments.handwritten import steps
+from experiments.handwritten import steps, train_steps
+from experiments.handwritten.layouts import Rules
 from experiments.zoo.cases import case
 from tests.compiled import compiled
 from tests.experiments import hand_layouts
-from tests.experiments.hand_layouts import compiled_layout, gathered, of, specs
+from tests.experiments.hand_layouts import compiled_layout, gathered, of, sent, specs
 
 
 @pytest.mark.parametrize(("name", "layout"), hand_layouts.every(hand_layouts.OTHERS))
@@ -26,13 +27,24 @@ def test_gathers_are_found_where_there_are_some():
 
 def test_divided_tables_are_not_gathered():
     first, last = "['params']['tables'][0]", "['params']['tables'][6]"  # 4096 rows, and 3
-    by_rows, by_columns = (specs("recommender", f"tables by {x}") for x in ("rows", "columns"))
+    columns = "tables by columns, exchanged at once"
+    by_rows, by_columns = (specs("recommender", x) for x in ("tables by rows", columns))
     assert (by_rows[first][2], by_rows[last][2]) == (P("data", None), P(None, None))
     assert (by_columns[first][2], by_columns[last][2]) == (P(None, "data"), P(None, "data"))
     large = of("recommender").config.table_rows[0]
     assert not any(large in shape for shape in gathered("recommender", "tables by rows"))
-    assert not gathered("recommender", "tables by columns")
-    assert "all-to-all" in compiled_layout("recommender", "tables by columns")[1].as_text()
+    assert not gathered("recommender", columns)
+
+
+def test_what_tables_found_is_exchanged_at_once():
+    """Vectors of all of them, there and back, and those that the dense features give."""
+    counts = [
+        n
+        for kind, n in sent("recommender", "tables by columns, exchanged at once")
+        if kind == "all_to_all"
+    ]
+    assert len(of("recommender").config.table_rows) == 7
+    assert 2 <= sum(counts) <= 4
 
 
 def test_divided_edges_need_one_sum_for_each_round_of_messages():
@@ -47,6 +59,22 @@ def test_rows_of_an_image_are_exchanged_at_the_border():
     prepared, step = compiled_layout("resnet50", "data x spatial 4x2")
     assert prepared.batch["image_BHWC"].spec == P("data", "space", None, None)
     assert "collective-permute" in step.as_text()
+
+
+def test_pixels_that_look_at_others_are_divided_with_their_rows():
+    """Scores of a device's rows with all rows, for its half of the batch: nothing is done twice."""
+    chosen = of("unet")
+    attended = set()
+    laid = Rules.on(steps.hand_steps(chosen, 8)["data x spatial 4x2"], jax.devices())
+
+    def noting(x, names):
+        if names[1:] in (("queries", "hidden"), (None, "hidden")):
+            attended.add((names[1], laid.activation(names, x.shape).spec))
+        return x
+
+    step, init = train_steps.train_step(chosen, noting)
+    jax.eval_shape(step, jax.eval_shape(init), chosen.batch())
+    assert attended == {("queries", P("data", "space", None)), (None, P("data", None, None))}
 
 
 def test_a_divided_optimizer_is_no_more_than_an_eighth_and_gathers_each_parameter_once():

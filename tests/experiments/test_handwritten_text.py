@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from experiments.handwritten import steps, train_steps
+from experiments.handwritten.layouts import HandLayout
 from experiments.zoo.cases import case
 from tests.compiled import compiled
 from tests.experiments import hand_layouts
-from tests.experiments.hand_layouts import gathered, initial, specs
+from tests.experiments.hand_layouts import gathered, initial, of, sent, specs
 
 
 @pytest.mark.parametrize(("name", "layout"), hand_layouts.every(hand_layouts.TEXT))
@@ -39,6 +40,29 @@ def test_a_layout_trains_with_the_factored_moments_of_its_case():
             losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-4)
     assert losses[2] < losses[0]
+
+
+def test_gradients_that_are_apart_are_summed_behind_the_loops():
+    """Of `jax.jit` alone the weights of time steps are summed over the devices at each step."""
+    of_jit = sent("recurrent", "data parallel")
+    apart = sent("recurrent", "data parallel, gradients apart")
+    kinds = {kind for kind, _ in of_jit + apart}
+    assert kinds == {"all_reduce"}
+    assert max(n for _, n in of_jit) >= of("recurrent").config.sequence
+    assert sum(n for _, n in apart) <= len(jax.tree.leaves(initial("recurrent")["params"])) + 2
+
+
+def test_a_model_that_changes_more_than_its_parameters_has_no_gradients_apart():
+    chosen = of("resnet50")
+    layout = HandLayout(
+        name="apart",
+        axes=(("data", 8),),
+        activations={"batch": ("data",)},
+        gradients_apart=("data",),
+    )
+    prepared = steps.prepare(chosen, layout, jax.devices())
+    with pytest.raises(ValueError, match="apart: expected a model that changes nothing but its"):
+        jax.eval_shape(prepared.step, jax.eval_shape(prepared.init), chosen.batch())
 
 
 @pytest.mark.parametrize("name", ["state_space", "recurrent"])

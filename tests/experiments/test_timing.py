@@ -68,6 +68,32 @@ def test_programs_are_loaded_once_where_all_that_they_hold_fits() -> None:
         assert {len(r.samples_s) for r in ran.values()} == {4 * turns}
 
 
+def test_each_program_is_tried_by_itself() -> None:
+    class Loaded(FakeBench):
+        def load(self, name: str, module: object) -> object:
+            loaded.append(name)
+            return Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="too large")
+
+        def unload(self, name: str) -> None:
+            loaded.remove(name)
+
+        def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
+            assert loaded == [name]
+            return super().run(name, steps)
+
+    loaded: list[str] = []
+    told: list[str] = []
+    bench: Any = Loaded({"a": 0.1, "b": 0.2}, {})
+    too_large = timing.tried(bench, dict.fromkeys("ab"), told.append)  # type: ignore[arg-type]
+    assert bench.runs == loaded == [] and {f.kind for f in too_large.values()} == {Kind.OOM}
+    loads = FakeBench.load
+    bench.load = lambda name, module: loaded.append(name) or loads(bench, name, module)
+    bench.breaks = {"a": 0}
+    failed = timing.tried(bench, dict.fromkeys("ab"), told.append)  # type: ignore[arg-type]
+    assert bench.runs == ["a", "b"] and {n: f.message for n, f in failed.items()} == {"a": "broke"}
+    assert told[-1] == "trying b, 1 of 2 done"
+
+
 def test_a_program_that_breaks_says_so_and_the_others_go_on() -> None:
     ran = in_rounds(FakeBench({"a": 0.1, "b": 0.2, "c": 0.3}, {"b": 0, "c": 4}), 6)
     assert len(ran["a"].samples_s) == 6
@@ -78,7 +104,7 @@ def test_a_program_that_breaks_says_so_and_the_others_go_on() -> None:
 def test_rounds_that_end_early_are_no_sample() -> None:
     class Ending(FakeBench):
         def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
-            if len(self.runs) == 10:
+            if len(self.runs) == 8:
                 raise WorkerError("no process can be started")
             return super().run(name, steps)
 
