@@ -15,6 +15,7 @@ import numpy as np
 
 from autoshard import calibrate
 from autoshard.compat.compilers import compiler_version
+from autoshard.compat.threads import threads_asked
 from autoshard.cost import Constants
 from autoshard.host import cores, processor
 from autoshard.live_chips import chip_of_kind
@@ -46,6 +47,7 @@ def calibrated(
             f"{processor()}|{cores()}|{np.__version__}",
             chip.digest if chip else "",
             *([compiler_version("tpu") or ""] if target.platform == "tpu" else []),
+            *([f"{threads_asked()} threads"] if threads_asked() and target.shared_host else []),
         ]
     )
     if keep is None:

@@ -63,12 +63,12 @@ class RowedProduct(NamedTuple):
 
 
 class ConvolvedKernel(NamedTuple):
-    """A convolution that XLA does not turn around.
+    """A convolution.
 
     Attributes:
       kernel: its number.
       tag: of the operation.
-      data: the value that is convolved.
+      data, by: the value that is convolved, and that it is convolved by.
       data_extents, extents: of the data and of the result if nothing is sharded.
       said: what else is to be known of it.
     """
@@ -76,6 +76,7 @@ class ConvolvedKernel(NamedTuple):
     kernel: int
     tag: int
     data: int
+    by: int
     data_extents: tuple[int, ...]
     extents: tuple[int, ...]
     said: Convolution
@@ -114,7 +115,7 @@ class KernelTable:
       transposed_extents: (t,) its dimensions if nothing is sharded.
       transposed_turns: (t,) from which order of them to which it is brought.
       rowed_products: matrix products, each a kernel.
-      convolutions: those that XLA does not turn around.
+      convolutions: each a kernel.
       summed_products: what XLA:CPU hands to a library as sums of products (`degenerate`).
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
@@ -328,18 +329,19 @@ def _rowed_products(ops: Operations, kernel_value: list[int]) -> tuple[RowedProd
 
 
 def _convolutions(ops: Operations, kernel_value: list[int]) -> tuple[ConvolvedKernel, ...]:
-    """Kernels that are convolutions as they stand."""
+    """Kernels that are convolutions."""
     return tuple(
         ConvolvedKernel(
             kernel=kernel,
             tag=ops.tag_of[v],
             data=ops.operands[v][0],
+            by=ops.operands[v][1],
             data_extents=ops.dims[ops.operands[v][0]],
             extents=ops.dims[v],
             said=ops.convolved[v],
         )
         for kernel, v in enumerate(kernel_value)
-        if v in ops.convolved and not ops.convolved[v].turned
+        if v in ops.convolved
     )
 
 

@@ -264,8 +264,12 @@ def test_a_target_is_calibrated_once(measuring, constants, tmp_path, monkeypatch
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_copy_insertion_use_region_analysis=true")
     calibrated(TARGET, tmp_path / "new")
     assert len(measuring) == 3, "other flags make other programs"
+    monkeypatch.setenv("PJRT_NPROC", "16")
+    calibrated(TARGET, tmp_path / "new")
+    assert len(measuring) == 4, "more threads take other times"
+    monkeypatch.delenv("PJRT_NPROC")
     assert calibrated(TARGET, tmp_path / "new") == constants
-    assert len(measuring) == 3
+    assert len(measuring) == 4
 
 
 @pytest.mark.parametrize("damage", ["cut", "altered", "empty", "list"])

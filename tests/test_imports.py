@@ -18,6 +18,7 @@ LAYERS = (
         "subaxes",
         "cache_lines",
         "convolutions",
+        "halos",
         "degenerate",
         "host",
         "live_chips",

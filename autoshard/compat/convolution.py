@@ -20,6 +20,8 @@ class Convolution:
       turned: XLA takes its data for the kernel (`convolutions`).
       fits: XLA:CPU's library takes it, if it has features enough (`convolutions`).
       patches: elements of patches that are copied for it where the library does not take it.
+      windows: one for each dimension of space.
+      space: those dimensions of the data, of the kernel, and of the result.
       read, made: the dimensions of features, of the data and of the result.
       row: the dimension of the result along which its rows lie (`rows`).
       orders: of the dimensions of both operands as XLA:CPU's library reads them: batch, space,
@@ -30,6 +32,8 @@ class Convolution:
     turned: bool
     fits: bool
     patches: int
+    windows: tuple[Window, ...]
+    space: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     read: int
     made: int
     row: int
@@ -81,6 +85,8 @@ def convolution(operation: Operation) -> Convolution:
         turned=turned,
         fits=not turned and fits_library(windows, batch_groups),
         patches=0 if turned else patches,
+        windows=tuple(windows),
+        space=(tuple(space), tuple(kernel_space), tuple(numbers.output_spatial_dimensions)),
         read=features,
         made=numbers.output_feature_dimension,
         row=numbers.output_spatial_dimensions[-1] if windows else -1,

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from autoshard.compat.threads import threads_asked
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.driver.race_records import RaceRecords, trace_key, with_trace
 from autoshard.errors import WorkerError
@@ -259,6 +260,7 @@ class Measuring:
 
     def _key(self, row: Row, wave: str) -> str:
         ledger = self._ledger
+        threads = threads_asked() if ledger.target.platform == "cpu" else 0
         workload = ledger.subject_of(row).analysis.program.workload
         return ledger.key(
             "profile",
@@ -273,6 +275,8 @@ class Measuring:
             init=self._inputs_of(row).start_digest,
             synthetic=workload.sample is None,
             ahead=_AHEAD if runs_ahead(ledger.target.platform) else False,
+            # Without any as it was before they counted: those journals are still found.
+            **({"threads": threads} if threads else {}),
         )
 
     def _about(self, keys: Sequence[str], inputs: Inputs) -> dict[str, object]:

@@ -15,12 +15,13 @@ from autoshard.convolutions import FEW_FEATURES
 from autoshard.cost import Constants, CostModel
 from autoshard.degenerate import elements
 from autoshard.errors import LayoutError
-from autoshard.kernels import KernelTable
+from autoshard.kernels import ConvolvedKernel, KernelTable
 from autoshard.layout import Layout
 from autoshard.operations import OwnSend
 from autoshard.partitioned import partitioned
 from autoshard.rows import MANY
 from autoshard.rungs.gathers import copies_of
+from autoshard.rungs.halos import JOINING_FLOPS, NO_HALO, Halo, halo_of
 from autoshard.rungs.own_sends import collective_of
 from autoshard.rungs.sending import folded, in_place, sent_in_step
 from autoshard.sites import site_of_location
@@ -96,6 +97,7 @@ class Propagator:
         regathered: dict[int, float] = {}
         collectives: list[Collective] = []
         communication: list[Communication] = []
+        halos: list[tuple[ConvolvedKernel, Halo]] = []
         if judged:
             for value, axes in zip(kernels.argument_values, judged.argument_axes, strict=True):
                 divided[value] = ways(axes, sizes)
@@ -123,12 +125,16 @@ class Propagator:
             regathered = self._regathered(judged, sizes, divided)
             communication = self._placed(judged, cost.constants)
             collectives = self._collectives(communication, judged, sizes, cost.constants)
+            halos = self._halos(judged, sizes, kernels.value_bytes / divided)
+            collectives += self._exchanged(halos, sizes)
         local = kernels.value_bytes / divided
         ways_of_kernel = divided[kernels.kernel_value].copy()
         for k, value in enumerate(kernels.kernel_value):
             if value in contracted:
                 ways_of_kernel[k] = contracted[value]
         flops = kernels.kernel_flops / ways_of_kernel
+        for one, halo in halos:
+            flops[one.kernel] *= halo.work
         traffic = local[kernels.kernel_value] * kernels.kernel_writes + np.bincount(
             kernels.read_kernel,
             weights=local[kernels.read_value] * kernels.read_scale,
@@ -150,7 +156,13 @@ class Propagator:
         rows, patches = self._rows_and_patches(judged, sizes, moves, cost.constants)
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
-        block = _peak_of(kernels, local, self._received(communication, cost.constants))
+        received = self._received(communication, cost.constants)
+        received += [
+            _Received(position, position + 1, halo.bytes)
+            for one, halo in halos
+            for position in (kernels.positions.get(one.tag, 0),)
+        ]
+        block = _peak_of(kernels, local, received)
         arguments = [local[v] for v in kernels.argument_values]
         peak = sum(arguments) + block
         compute_s = cost.kernels_s(
@@ -169,6 +181,7 @@ class Propagator:
             vectorized=self._vectorized(judged, sizes, flops, traffic, cost.constants),
         )
         compute_s += self._copying_s(communication, sizes, peak, cost)
+        compute_s += self._joining_s(halos, peak, cost)
         compute_s += cost.fresh_s(block, _OFF_BY) + cost.handing_s(len(program.inputs))
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
@@ -276,6 +289,8 @@ class Propagator:
                     here = _made(judged, one.tag, one.extents, sizes)
                     rows[one.kernel] = max(math.prod(here[d] for d in dimensions), 1)
         for kernel in kernels.convolutions if constants.shared else ():
+            if kernel.said.turned:
+                continue
             made = _made(judged, kernel.tag, kernel.extents, sizes)
             data = _local(kernel.data_extents, self._dims(kernel.data, judged), sizes)
             said = kernel.said
@@ -285,6 +300,62 @@ class Propagator:
                 axes = judged.operands.get(kernel.tag, ()) if judged else ()
                 patches[kernel.kernel] = said.patches / (ways(axes[0], sizes) if axes else 1)
         return rows, patches
+
+    def _halos(
+        self, judged: Judged, sizes: dict[str, int], local: np.ndarray
+    ) -> list[tuple[ConvolvedKernel, Halo]]:
+        """Convolutions of which a device needs more than its own part."""
+        found = []
+        for one in self._analysis.kernels.convolutions:
+            data = self._dims(one.data, judged)
+            read = judged.operands.get(one.tag, ())
+            if not any(data) or not read:
+                continue
+            (made, *_) = judged.dims.get(one.tag) or ((),)
+            by = self._dims(one.by, judged)
+            halo = halo_of(one.said, data, by, made, float(local[one.data]), sizes)
+            if read[0] != frozenset(m for dim in data for m in dim):  # gathered in between
+                halo = Halo((), 0.0, halo.work)
+            if halo != NO_HALO:
+                found.append((one, halo))
+        return found
+
+    def _exchanged(
+        self, halos: list[tuple[ConvolvedKernel, Halo]], sizes: dict[str, int]
+    ) -> list[Collective]:
+        """What is sent for halos."""
+        kernels = self._analysis.kernels
+        return [
+            Collective(
+                kind="collective_permute",
+                group_size=ways(sent.axes, sizes),
+                mesh_axes=sent.axes,
+                bytes=int(sent.bytes),
+                count=int(kernels.trips.get(one.tag, 1.0)),
+                source="",
+            )
+            for one, halo in halos
+            for sent in halo.sent
+        ]
+
+    def _joining_s(
+        self, halos: list[tuple[ConvolvedKernel, Halo]], peak: float, cost: CostModel
+    ) -> float:
+        """Seconds in which devices copy what they received beside their own."""
+        kernels = self._analysis.kernels
+        joined = [(one, halo.bytes) for one, halo in halos if halo.bytes]
+        if not joined:
+            return 0.0
+        data = [one.data for one, _ in joined]
+        bytes_ = np.array([size for _, size in joined])
+        elements = bytes_ * kernels.value_elements[data] / np.maximum(kernels.value_bytes[data], 1)
+        return cost.kernels_s(
+            JOINING_FLOPS * elements,
+            2.0 * (bytes_ + elements),  # and a byte each that says whether it is beyond the edge
+            kernels.kernel_trips[[one.kernel for one, _ in joined]],
+            [""] * len(joined),
+            touched=np.full(len(joined), peak),
+        )
 
     def _regathered(
         self, judged: Judged, sizes: dict[str, int], divided: np.ndarray

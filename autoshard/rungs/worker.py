@@ -28,6 +28,7 @@ from typing import TypeVar
 import autoshard
 from autoshard.compat import deviceless
 from autoshard.compat.compilers import compiler_options
+from autoshard.compat.threads import more_threads
 from autoshard.errors import WorkerError
 from autoshard.rungs.standstill import QUIET_S, Standstill
 from autoshard.trial import Failure, Kind, Stage
@@ -125,7 +126,8 @@ class WorkerProcess:
             except _StandsStill:
                 message = (
                     "its collectives wait for each other: XLA said that they may be stuck, and in"
-                    f" {QUIET_S:g} s nothing was computed{child.tail()}"
+                    f" {QUIET_S:g} s nothing was computed;"
+                    f" {more_threads(self.settings.device_count)}{child.tail()}"
                 )
                 return self._died(stage, Kind.CRASH, message, begin)
             except (EOFError, BrokenPipeError):

@@ -105,6 +105,35 @@ def test_answers_are_kept_by_the_compilers_options_and_without_any_as_before(led
     assert keys("--xla_a=1 --xla_b") == keys("--xla_b --xla_a=1")
 
 
+def test_measurements_are_kept_by_the_number_of_threads_and_without_one_as_before(
+    ledger, monkeypatch
+):
+    """A layout that was stuck with as many threads as devices is tried again with more."""
+    of = subject("scanned_mlp")
+    candidate = baselines(of.space)[0].candidate
+    row = Row(subject=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
+    ledger.subjects, ledger.cost = [of], COST
+    compile_key = Compiling(ledger, None).key
+    measuring = Measuring(ledger, compile_key)
+    kept = {}
+    key = type(ledger).key
+
+    def noting(self, *args, **more):
+        kept.update(more)
+        return key(self, *args, **more)
+
+    monkeypatch.setattr(type(ledger), "key", noting)
+
+    def keys(threads: str) -> tuple[str, str]:
+        monkeypatch.setenv("PJRT_NPROC", threads)
+        return compile_key(row), measuring._key(row, "first")
+
+    plain, more = keys(""), keys("16")
+    assert plain[0] == more[0] and plain[1] != more[1]
+    kept.clear()
+    assert keys("") == plain and "threads" not in kept
+
+
 @pytest.mark.parametrize("answered", [True, False], ids=["priced", "failed"])
 @pytest.mark.parametrize("kind", ["worker", "here"])
 def test_of_rows_that_come_to_one_program_one_is_compiled(ledger, monkeypatch, answered, kind):

@@ -105,6 +105,7 @@ def test_a_child_that_waits_for_ever_is_not_waited_for(worker, monkeypatch):
     failure = call(worker, warn_and, time.sleep, 60.0, time_limit_s=50.0)
     assert isinstance(failure, Failure) and failure.kind is Kind.CRASH
     assert "its collectives wait for each other" in failure.message
+    assert "PJRT_NPROC=" in failure.message.splitlines()[0], "what can be done"
     assert "may be stuck" in failure.message.splitlines()[-1]
     assert call(worker, len, "abc") == 3
 

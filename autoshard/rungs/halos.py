@@ -1,0 +1,75 @@
+"""What devices send each other, and copy, of convolutions whose places are divided (`halos`)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autoshard.compat.convolution import Convolution
+from autoshard.compat.reshards import Division
+from autoshard.convolutions import taps
+from autoshard.halos import Reach, reach, reach_contracted
+from autoshard.subaxes import ways
+
+JOINING_FLOPS = 6.0
+"""Operations for each element of the array that a device joins: where it lies in the whole, whether
+that is before the beginning or behind the end, and which of data and zero it is then."""
+
+
+class Sent(NamedTuple):
+    """Places that each device sends to the next one, to one side."""
+
+    axes: tuple[str, ...]
+    bytes: float
+
+
+class Halo(NamedTuple):
+    """What becomes of one convolution on a device.
+
+    Attributes:
+      sent: in order.
+      bytes: of the data with what was received beside them; 0 if that is nothing.
+      work: its arithmetic over its share of that of the whole.
+    """
+
+    sent: tuple[Sent, ...]
+    bytes: float
+    work: float
+
+
+NO_HALO = Halo((), 0.0, 1.0)
+
+
+def halo_of(
+    said: Convolution,
+    data: Division,
+    by: Division,
+    made: Division,
+    data_bytes: float,
+    sizes: dict[str, int],
+) -> Halo:
+    """The halo of a convolution; `NO_HALO` where no dimension of space is divided.
+
+    Args:
+      data, by, made: mesh axes of each dimension of the data, of what they are convolved by, and of
+        the result; () where nothing divides them.
+      data_bytes: that a device has itself.
+    """
+    sent: list[Sent] = []
+    bytes_, work = data_bytes, 1.0
+    for window, *dims in zip(said.windows, *said.space, strict=True):
+        axes, by_axes, made_axes = map(_axes, (data, by, made), dims)
+        parts = ways(axes, sizes)
+        found: Reach | None = None
+        if parts > 1 and axes == made_axes:
+            found = reach(window, parts)
+        elif parts > 1 and axes == by_axes and not made_axes and window.spread == 1:
+            found = reach_contracted(window, parts)
+        if found is None:
+            continue
+        work *= found.pairs * parts / max(taps(window), 1)
+        sent += [Sent(axes, bytes_ * n / found.part) for n in (found.before, found.behind) if n]
+        bytes_ *= found.grown
+    return Halo(tuple(sent), bytes_ if sent else 0.0, work)
+
+
+def _axes(division: Sequence[tuple[str, ...]], dimension: int) -> tuple[str, ...]:
+    return tuple(division[dimension]) if division else ()
