@@ -32,7 +32,7 @@ from absl import app, flags
 from rich.console import Console
 
 from experiments.fidelity_parts import running
-from experiments.fidelity_parts.store import PARTS, Store, Task
+from experiments.fidelity_parts.store import PARTS, Store, Task, missing
 
 MESHES = (4, 8)
 """Numbers of fake devices that the report is over."""
@@ -80,16 +80,8 @@ def main(argv: list[str]) -> None:
             lost = running.predict_again(store, cases, devices, start=start, tell=tell)
         else:
             parts = PARTS if _PART.value == "all" else [_PART.value]
-            lost = running.run_missing(
-                store,
-                cases,
-                devices,
-                parts,
-                retry=_RETRY.value,
-                layouts=_layouts,
-                start=start,
-                tell=tell,
-            )
+            tasks = missing(store, cases, devices, parts, _RETRY.value, _layouts)
+            lost = running.run_each(store, tasks, start=start, tell=tell)
         if lost:
             console.print(f"[red]{len(lost)} parts left no result; run the command again[/red]")
     if _PART.value in ("all", "report"):

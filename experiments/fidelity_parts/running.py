@@ -5,32 +5,29 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from experiments.fidelity_parts.store import Layouts, Store, Task, missing, read
+from experiments.fidelity_parts.store import Store, Task, read
 
 
-def run_missing(
+def run_each(
     store: Store,
-    cases: Sequence[str],
-    devices: Sequence[int],
-    parts: Sequence[str],
+    tasks: Iterable[Task],
     *,
-    retry: bool,
-    layouts: Layouts,
     start: Callable[[Task], str],
     tell: Callable[[str], None],
 ) -> list[Task]:
-    """Starts every part that is missing, in the order of cases, and goes on when one ends badly.
+    """Starts one part after the other, and goes on when one ends badly.
 
     Args:
+      tasks: such as `missing` says, one by one.
       start: runs a part in a process of its own; returns why there may be no result.
 
     Returns:
       The parts that left no result: the next call tries them again.
     """
     lost = []
-    for task in missing(store, cases, devices, parts, retry, layouts):
+    for task in tasks:
         tell(f"{time.strftime('%H:%M:%S')} {task.case} on {task.devices} devices: {task.part}")
         before = _stamp(store.result(task))
         reason = start(task)

@@ -85,16 +85,8 @@ def test_what_is_whole_is_not_run_again_and_what_is_torn_is(kept: Store) -> None
 
     def run(retry: bool = False) -> list[tuple[str, str, int]]:
         started.clear()
-        lost = running.run_missing(
-            kept,
-            ["a", "b"],
-            [4, 8],
-            ["search", "sample"],
-            retry=retry,
-            layouts=none,
-            start=start,
-            tell=lambda text: None,
-        )
+        tasks = store.missing(kept, ["a", "b"], [4, 8], ["search", "sample"], retry, none)
+        lost = running.run_each(kept, tasks, start=start, tell=lambda text: None)
         assert lost == []
         return [(t.case, t.part, t.devices) for t in started]
 
@@ -117,9 +109,8 @@ def test_a_part_that_ends_badly_does_not_stop_the_others(kept: Store) -> None:
         store.write(kept.result(task), {"failed": ""})
         return ""
 
-    lost = running.run_missing(
-        kept, ["a"], [4, 8], ["search"], retry=False, layouts=none, start=start, tell=told.append
-    )
+    tasks = store.missing(kept, ["a"], [4, 8], ["search"], False, none)
+    lost = running.run_each(kept, tasks, start=start, tell=told.append)
     assert [task.devices for task in lost] == [4]
     assert any("code -9" in text for text in told)
 
