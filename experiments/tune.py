@@ -12,6 +12,7 @@ Expected: a ranked table of finalists and baselines; a validation loss that fall
 import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 import time
 
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> None:
     # Before anything asks JAX for a device.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
+    # With no more threads than devices some layouts never end (docs/decisions/0035).
+    os.environ.setdefault("PJRT_NPROC", str(_DEVICES.value + _DEVICES.value // 2))
 
     console = Console()
     run = pathlib.Path(_RUN.value or time.strftime("runs/tune-%Y%m%d-%H%M%S"))
