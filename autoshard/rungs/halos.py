@@ -3,13 +3,18 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from autoshard.compat.convolution import Convolution
 from autoshard.compat.reshards import Division
 from autoshard.convolutions import taps
+from autoshard.cost import CostModel
 from autoshard.halos import Reach, reach, reach_contracted
+from autoshard.kernels import ConvolvedKernel, KernelTable
 from autoshard.subaxes import ways
+from autoshard.trial import Collective
 
-JOINING_FLOPS = 6.0
+_JOINING_FLOPS = 6.0
 """Operations for each element of the array that a device joins: where it lies in the whole, whether
 that is before the beginning or behind the end, and which of data and zero it is then."""
 
@@ -33,6 +38,13 @@ class Halo(NamedTuple):
     sent: tuple[Sent, ...]
     bytes: float
     work: float
+
+
+class Reaching(NamedTuple):
+    """A convolution of which a device needs more than its own part."""
+
+    convolution: ConvolvedKernel
+    halo: Halo
 
 
 NO_HALO = Halo((), 0.0, 1.0)
@@ -69,6 +81,47 @@ def halo_of(
         sent += [Sent(axes, bytes_ * n / found.part) for n in (found.before, found.behind) if n]
         bytes_ *= found.grown
     return Halo(tuple(sent), bytes_ if sent else 0.0, work)
+
+
+def exchanged(
+    halos: Sequence[Reaching], kernels: KernelTable, sizes: dict[str, int]
+) -> list[Collective]:
+    """What is sent for halos."""
+    return [
+        Collective(
+            kind="collective_permute",
+            group_size=ways(sent.axes, sizes),
+            mesh_axes=sent.axes,
+            bytes=int(sent.bytes),
+            count=int(kernels.trips.get(one.tag, 1.0)),
+            source="",
+        )
+        for one, halo in halos
+        for sent in halo.sent
+    ]
+
+
+def joining_s(
+    halos: Sequence[Reaching], kernels: KernelTable, touched: float, cost: CostModel
+) -> float:
+    """Seconds in which devices copy what they received beside their own.
+
+    Args:
+      touched: bytes of a device in the step.
+    """
+    joined = [(one, halo.bytes) for one, halo in halos if halo.bytes]
+    if not joined:
+        return 0.0
+    data = [one.data for one, _ in joined]
+    bytes_ = np.array([size for _, size in joined])
+    elements = bytes_ * kernels.value_elements[data] / np.maximum(kernels.value_bytes[data], 1)
+    return cost.kernels_s(
+        _JOINING_FLOPS * elements,
+        2.0 * (bytes_ + elements),  # and a byte each that says whether it is beyond the edge
+        kernels.kernel_trips[[one.kernel for one, _ in joined]],
+        [""] * len(joined),
+        touched=np.full(len(joined), touched),
+    )
 
 
 def _axes(division: Sequence[tuple[str, ...]], dimension: int) -> tuple[str, ...]:

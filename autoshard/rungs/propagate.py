@@ -15,13 +15,13 @@ from autoshard.convolutions import FEW_FEATURES
 from autoshard.cost import Constants, CostModel
 from autoshard.degenerate import elements
 from autoshard.errors import LayoutError
-from autoshard.kernels import ConvolvedKernel, KernelTable
+from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.operations import OwnSend
 from autoshard.partitioned import partitioned
 from autoshard.rows import MANY
 from autoshard.rungs.gathers import copies_of
-from autoshard.rungs.halos import JOINING_FLOPS, NO_HALO, Halo, halo_of
+from autoshard.rungs.halos import NO_HALO, Halo, Reaching, exchanged, halo_of, joining_s
 from autoshard.rungs.own_sends import collective_of
 from autoshard.rungs.sending import folded, in_place, sent_in_step
 from autoshard.sites import site_of_location
@@ -97,7 +97,7 @@ class Propagator:
         regathered: dict[int, float] = {}
         collectives: list[Collective] = []
         communication: list[Communication] = []
-        halos: list[tuple[ConvolvedKernel, Halo]] = []
+        halos: list[Reaching] = []
         if judged:
             for value, axes in zip(kernels.argument_values, judged.argument_axes, strict=True):
                 divided[value] = ways(axes, sizes)
@@ -126,7 +126,7 @@ class Propagator:
             communication = self._placed(judged, cost.constants)
             collectives = self._collectives(communication, judged, sizes, cost.constants)
             halos = self._halos(judged, sizes, kernels.value_bytes / divided)
-            collectives += self._exchanged(halos, sizes)
+            collectives += exchanged(halos, kernels, sizes)
         local = kernels.value_bytes / divided
         ways_of_kernel = divided[kernels.kernel_value].copy()
         for k, value in enumerate(kernels.kernel_value):
@@ -156,12 +156,7 @@ class Propagator:
         rows, patches = self._rows_and_patches(judged, sizes, moves, cost.constants)
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
-        received = self._received(communication, cost.constants)
-        received += [
-            _Received(position, position + 1, halo.bytes)
-            for one, halo in halos
-            for position in (kernels.positions.get(one.tag, 0),)
-        ]
+        received = self._received(communication, halos, cost.constants)
         block = _peak_of(kernels, local, received)
         arguments = [local[v] for v in kernels.argument_values]
         peak = sum(arguments) + block
@@ -181,7 +176,7 @@ class Propagator:
             vectorized=self._vectorized(judged, sizes, flops, traffic, cost.constants),
         )
         compute_s += self._copying_s(communication, sizes, peak, cost)
-        compute_s += self._joining_s(halos, peak, cost)
+        compute_s += joining_s(halos, kernels, peak, cost)
         compute_s += cost.fresh_s(block, _OFF_BY) + cost.handing_s(len(program.inputs))
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
@@ -301,9 +296,7 @@ class Propagator:
                 patches[kernel.kernel] = said.patches / (ways(axes[0], sizes) if axes else 1)
         return rows, patches
 
-    def _halos(
-        self, judged: Judged, sizes: dict[str, int], local: np.ndarray
-    ) -> list[tuple[ConvolvedKernel, Halo]]:
+    def _halos(self, judged: Judged, sizes: dict[str, int], local: np.ndarray) -> list[Reaching]:
         """Convolutions of which a device needs more than its own part."""
         found = []
         for one in self._analysis.kernels.convolutions:
@@ -317,45 +310,8 @@ class Propagator:
             if read[0] != frozenset(m for dim in data for m in dim):  # gathered in between
                 halo = Halo((), 0.0, halo.work)
             if halo != NO_HALO:
-                found.append((one, halo))
+                found.append(Reaching(one, halo))
         return found
-
-    def _exchanged(
-        self, halos: list[tuple[ConvolvedKernel, Halo]], sizes: dict[str, int]
-    ) -> list[Collective]:
-        """What is sent for halos."""
-        kernels = self._analysis.kernels
-        return [
-            Collective(
-                kind="collective_permute",
-                group_size=ways(sent.axes, sizes),
-                mesh_axes=sent.axes,
-                bytes=int(sent.bytes),
-                count=int(kernels.trips.get(one.tag, 1.0)),
-                source="",
-            )
-            for one, halo in halos
-            for sent in halo.sent
-        ]
-
-    def _joining_s(
-        self, halos: list[tuple[ConvolvedKernel, Halo]], peak: float, cost: CostModel
-    ) -> float:
-        """Seconds in which devices copy what they received beside their own."""
-        kernels = self._analysis.kernels
-        joined = [(one, halo.bytes) for one, halo in halos if halo.bytes]
-        if not joined:
-            return 0.0
-        data = [one.data for one, _ in joined]
-        bytes_ = np.array([size for _, size in joined])
-        elements = bytes_ * kernels.value_elements[data] / np.maximum(kernels.value_bytes[data], 1)
-        return cost.kernels_s(
-            JOINING_FLOPS * elements,
-            2.0 * (bytes_ + elements),  # and a byte each that says whether it is beyond the edge
-            kernels.kernel_trips[[one.kernel for one, _ in joined]],
-            [""] * len(joined),
-            touched=np.full(len(joined), peak),
-        )
 
     def _regathered(
         self, judged: Judged, sizes: dict[str, int], divided: np.ndarray
@@ -423,9 +379,9 @@ class Propagator:
         return collectives + [one for one in users if one is not None]
 
     def _received(
-        self, communication: list[Communication], constants: Constants
+        self, communication: list[Communication], halos: list[Reaching], constants: Constants
     ) -> list[_Received]:
-        """The buffers that receive what is sent."""
+        """The buffers that receive what is sent, and those that it is joined in."""
         kernels = self._analysis.kernels
         spikes = []
         for one in communication:
@@ -438,6 +394,9 @@ class Propagator:
                 spikes += _around(kernels, own, _Received(position, until, one.after))
             elif not folded(one, constants) and site is None:
                 spikes.append(_Received(position, position + 1, one.after))
+        for convolution, halo in halos:
+            position = kernels.positions.get(convolution.tag, 0)
+            spikes.append(_Received(position, position + 1, halo.bytes))
         return spikes
 
     def _copying_s(

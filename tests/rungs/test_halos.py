@@ -18,7 +18,7 @@ from autoshard.layout import Layout, rules
 from autoshard.lowering import lower_step
 from autoshard.rungs.compile import estimate_of
 from autoshard.rungs.compile_job import CompileResult, compile_on
-from autoshard.rungs.halos import NO_HALO, halo_of
+from autoshard.rungs.halos import NO_HALO, Halo, Reaching, halo_of, joining_s
 from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from tests.analysed import CONSTANTS, analyse, kernels_of, propagator, target
@@ -83,22 +83,22 @@ def towards_the_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 ROWS, WHOLE = PartitionSpec(None, "x"), PartitionSpec()
-Program = tuple[Callable[..., jax.Array], tuple[PartitionSpec, ...], list[tuple[int, ...]], int]
+Program = tuple[Callable[..., jax.Array], tuple[PartitionSpec, ...], list[tuple[int, ...]]]
 PROGRAMS: Mapping[str, Program] = {
-    "three": (forward(1), (ROWS, WHOLE, ROWS), [(4, 16, 8, 24), (3, 3, 24, 32)], 1),
-    "five": (forward(1), (ROWS, WHOLE, ROWS), [(4, 16, 8, 24), (5, 5, 24, 32)], 1),
-    "one": (forward(1), (ROWS, WHOLE, ROWS), [(4, 16, 8, 24), (1, 1, 24, 32)], 1),
-    "stride": (forward(2), (ROWS, WHOLE, ROWS), [(4, 16, 8, 24), (3, 3, 24, 32)], 1),
-    "seven": (forward(2), (ROWS, WHOLE, ROWS), [(4, 32, 8, 24), (7, 7, 24, 32)], 1),
-    "images": (towards_the_images, (ROWS, WHOLE, ROWS), [(4, 8, 8, 24), (3, 3, 24, 32)], 1),
-    "kernel": (towards_the_kernel, (ROWS, ROWS, WHOLE), [(4, 16, 8, 24), (4, 16, 8, 32)], 4),
+    "three": (forward(1), (ROWS, WHOLE, ROWS), [(4, 16, 8, 24), (3, 3, 24, 32)]),
+    "five": (forward(1), (ROWS, WHOLE, ROWS), [(4, 16, 8, 24), (5, 5, 24, 32)]),
+    "one": (forward(1), (ROWS, WHOLE, ROWS), [(4, 16, 8, 24), (1, 1, 24, 32)]),
+    "stride": (forward(2), (ROWS, WHOLE, ROWS), [(4, 16, 8, 24), (3, 3, 24, 32)]),
+    "seven": (forward(2), (ROWS, WHOLE, ROWS), [(4, 32, 8, 24), (7, 7, 24, 32)]),
+    "images": (towards_the_images, (ROWS, WHOLE, ROWS), [(4, 8, 8, 24), (3, 3, 24, 32)]),
+    "kernel": (towards_the_kernel, (ROWS, ROWS, WHOLE), [(4, 16, 8, 24), (4, 16, 8, 32)]),
 }
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_sends_and_multiplies_so(name: str, devices: int) -> None:
-    function, specs, shapes, _ = PROGRAMS[name]
+    function, specs, shapes = PROGRAMS[name]
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
     *given, made = (NamedSharding(mesh, spec) for spec in specs)
     jitted = jax.jit(function, in_shardings=tuple(given), out_shardings=made)
@@ -129,6 +129,19 @@ def test_nothing_is_divided_in_space_and_there_is_no_halo() -> None:
     rows = ((), ("x",), (), ())
     assert halo_of(one.said, rows, (), (), 1.0, {"x": 4}) == NO_HALO
     assert halo_of(one.said, (), (), rows, 1.0, {"x": 4}) == NO_HALO
+
+
+def test_what_is_received_is_joined_with_the_own_part() -> None:
+    kernels = kernels_of(forward(1), (4, 8, 8, 24), (3, 3, 24, 32))
+    (one,) = kernels.convolutions
+    shared = CostModel(dataclasses.replace(CONSTANTS, shared=True))
+    found = joining_s([Reaching(one, Halo((), 4096.0, 1.0))], kernels, 1e6, shared)
+    # 1024 elements are read and written, and a byte for each that says where it lies; a launch.
+    assert found == pytest.approx(8 * (2 * 5 * 1024 / 1e10 + 1e-6))
+    slow = CostModel(dataclasses.replace(CONSTANTS, shared=True, element_flops_per_s=1e9))
+    found = joining_s([Reaching(one, Halo((), 4096.0, 1.0))], kernels, 1e6, slow)
+    assert found == pytest.approx(8 * (6 * 1024 / 1e9 + 1e-6))
+    assert joining_s([Reaching(one, Halo((), 0.0, 1.5))], kernels, 1e6, slow) == 0.0
 
 
 def images() -> Workload:
@@ -165,7 +178,7 @@ def test_rung_1_sends_what_the_compiled_step_sends() -> None:
         return said.bytes_by_kind().get("collective_permute", 0.0)
 
     assert 0 < permuted(judged) == pytest.approx(permuted(compiled), rel=0.3)
-    # What is joined takes time beside what is sent: fewer rows, more of it.
+    # Of the batch alone a device has four times as much, and pads in place of multiplying zeros.
     fewer = dataclasses.replace(layout, compute=rules({"batch": "y"}))
     whole = propagator(of.analysis).judge(of.space, fewer, cost)
     assert isinstance(whole, Estimate) and permuted(whole) == 0
