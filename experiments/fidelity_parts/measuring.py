@@ -41,6 +41,7 @@ from experiments.fidelity_parts.store import (
 )
 
 _BATCHES = 2
+_NOT_ASKED = "the sample was stopped before this pair was asked about; --retry asks"
 _RUNG: tuple[str, ...] = (
     "time_s",
     "compute_s",
@@ -85,9 +86,10 @@ def run(
 ) -> None:
     """Calibrates, samples, compiles, measures, and measures the plan against its rivals anew.
 
-    An interrupted part begins anew, so that predictions and samples share one stretch of time. Of a
-    sample that is there and was taken on this machine, with the same plan, only those pairs are
-    asked on that failed or that want another process.
+    What is interrupted before its rounds are over begins anew, so that predictions and samples
+    share one stretch of time. Of a sample that is there and was taken on this machine, with the
+    same plan, only those pairs are asked on that failed, that were not reached, or that want
+    another process.
 
     Raises:
       OtherProgramsError: today's code makes another program of a layout whose pairs are asked on.
@@ -120,28 +122,34 @@ def run(
             plan = next(name for name, one in names.items() if places.get(one.row) == 0)
             bench.renew()  # what was tried is loaded there under other names
             ran = _in_rounds(ledger, bench, names, settings)
-        fresh = _fresh(ledger, names, plan, ran, settings)
-    figures |= {
-        "failed": "",
-        "planned": planned,
-        "plan": plan,
-        "whole_space": sample.whole,
-        "space_size": ledger.subjects[0].space.size(),
-        "state_too_large": sample.skipped,
-        "rounds": settings.rounds,
-        "pair_limit_s": settings.pair_limit_s,
-        "draws": settings.draws,
-        "size": dataclasses.asdict(settings.size),
-        "memory_limit_bytes": ledger.limit_bytes,
-        "constants": ledger.constants.to_json(),
-        "constants_digest": ledger.constants.digest,
-        "fresh": fresh,
-        "programs": [
-            program_to_json(name, one.groups, ledger.rows[one.row], ran[name], places.get(one.row))
-            for name, one in names.items()
-        ],
-    }
-    write(store.result(task), figures)
+        tables = {n: by_round(r.samples_s, r.rounds) for n, r in ran.items() if r.failure is None}
+        rivals = rivals_of(plan, times(tables))
+        figures |= {
+            "failed": "",
+            "planned": planned,
+            "plan": plan,
+            "whole_space": sample.whole,
+            "space_size": ledger.subjects[0].space.size(),
+            "state_too_large": sample.skipped,
+            "rounds": settings.rounds,
+            "pair_limit_s": settings.pair_limit_s,
+            "draws": settings.draws,
+            "size": dataclasses.asdict(settings.size),
+            "memory_limit_bytes": ledger.limit_bytes,
+            "constants": ledger.constants.to_json(),
+            "constants_digest": ledger.constants.digest,
+            "fresh": [{"rival": rival, "failed": _NOT_ASKED} for rival in rivals],
+            "programs": [
+                program_to_json(
+                    name, one.groups, ledger.rows[one.row], ran[name], places.get(one.row)
+                )
+                for name, one in names.items()
+            ],
+        }
+        # The pairs take as long as the rounds: who is stopped amid them keeps what there is.
+        write(store.result(task), figures)
+        modules = {n: _module(ledger, ledger.rows[names[n].row]) for n in (plan, *rivals)}
+        _ask(ledger, task, store, figures, modules, settings)
 
 
 def _check(record: PlanRecord, ledger: Ledger, path: pathlib.Path) -> None:
@@ -187,13 +195,33 @@ def _ask_on(
         compiling = Compiling(ledger, None)
         with compiling.opened():
             compiling.compile(list(range(len(names))), 1.0)
-        plan, *rivals = [_module(ledger, row) for row in ledger.rows]
-        for i, rival in zip(open_, rivals, strict=True):
-            ledger.tell(Stage.PROFILE, 0, len(open_), f"pairs with {fresh[i]['rival']} go on")
-            begun = () if fresh[i]["failed"] else pairs.parts_of(fresh[i])
-            said = _paired(ledger, plan, rival, settings, begun)
-            fresh[i] = {"rival": fresh[i]["rival"], **said}
-            write(store.result(task), figures)
+        modules = {n: _module(ledger, row) for n, row in zip(names, ledger.rows, strict=True)}
+        _ask(ledger, task, store, figures, modules, settings)
+
+
+def _ask(
+    ledger: Ledger,
+    task: Task,
+    store: Store,
+    figures: dict[str, Any],
+    modules: Mapping[str, Module],
+    settings: Settings,
+) -> None:
+    """Has processes asked about the plan's pairs that want them; each is written when it is done.
+
+    Args:
+      figures: the sample's; what is asked comes into it.
+      modules: the plan and the rivals to ask about, by name.
+    """
+    fresh, plan = figures["fresh"], figures["plan"]
+    open_ = [i for i, pair in enumerate(fresh) if pairs.is_open(pair)]
+    for done, i in enumerate(open_):
+        rival = fresh[i]["rival"]
+        ledger.tell(Stage.PROFILE, done, len(open_), f"pairs of the plan {plan} and {rival}")
+        begun = () if fresh[i]["failed"] else pairs.parts_of(fresh[i])
+        said = _paired(ledger, modules[plan], modules[rival], settings, begun)
+        fresh[i] = {"rival": rival, **said}
+        write(store.result(task), figures)
 
 
 def _module(ledger: Ledger, row: Row) -> Module:
@@ -240,24 +268,6 @@ def _in_rounds(
         memory_bytes=ledger.target.memory_bytes // 2,
         on_progress=functools.partial(_tell, ledger, len(modules)),
     )
-
-
-def _fresh(
-    ledger: Ledger,
-    names: Mapping[str, sampling.Chosen],
-    plan: str,
-    ran: Mapping[str, Runner],
-    settings: Settings,
-) -> list[dict[str, Any]]:
-    """The fresh pairs of the plan with its rivals."""
-    tables = {n: by_round(r.samples_s, r.rounds) for n, r in ran.items() if r.failure is None}
-    rivals = rivals_of(plan, times(tables))
-    fresh = []
-    for rival in rivals:
-        _tell(ledger, len(rivals), f"fresh pairs of the plan {plan} and its rival {rival}")
-        own, other = (_module(ledger, ledger.rows[names[name].row]) for name in (plan, rival))
-        fresh.append({"rival": rival, **_paired(ledger, own, other, settings)})
-    return fresh
 
 
 def _paired(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from autoshard import Workload
+from autoshard.compat.threads import threads_asked
 from autoshard.cost import MODEL_REVISION
 from autoshard.host import machine
 from experiments import pairs
@@ -179,19 +180,25 @@ def is_unsettled(found: dict[str, Any]) -> bool:
 
 
 def is_from_here(found: Mapping[str, Any]) -> bool:
-    """Whether figures are of such a machine as this is, and of the compiler that is here.
+    """Whether figures are of such a machine as this is, with its compiler and number of threads.
 
     Processes elsewhere say nothing of how the same two programs stand to each other here.
     """
-    compiler = found.get("versions", {}).get("jaxlib")
-    return bool(found.get("machine") == machine() and compiler == _version("jaxlib"))
+    now = seen_on()
+    compiler, threads = found.get("versions", {}).get("jaxlib"), found.get("threads")
+    return bool(
+        found.get("machine") == now["machine"]
+        and compiler == now["versions"].get("jaxlib")
+        and threads == now.get("threads")
+    )
 
 
 def seen_on() -> dict[str, Any]:
-    """The machine and the versions that figures are of."""
+    """The machine and the versions that figures are of, and the threads that were asked for."""
     names = ("autoshard", "jax", "jaxlib", "numpy", "scipy", "flax", "optax")
     versions = {name: version for name in names if (version := _version(name))}
-    return {"machine": machine(), "versions": versions}
+    threads = {"threads": threads_asked()} if threads_asked() else {}
+    return {"machine": machine(), "versions": versions, **threads}
 
 
 def provenance(task: Task, case: Case, scale: str, seed: int) -> dict[str, Any]:

@@ -358,9 +358,27 @@ def test_a_case_goes_through_search_sample_and_report(
         return slow_today
 
     monkeypatch.setattr(measuring, "calibrate", calibrate)
+    paired, asked = measuring._paired, list[object]()
+
+    def stopped(*of: Any) -> dict[str, Any]:
+        asked.append(of)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return paired(*of)
+
+    # Who stops it amid its pairs keeps its rounds, and the pairs that were done.
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(measuring, "_paired", stopped)
+        measuring.run(task, case, kept, settings=settings, **options)
+    left = store.read(kept.result(task))
+    assert left is not None and [pair["failed"][:22] for pair in left["fresh"]] == [
+        *("", "the sample was stopped", "the sample was stopped")
+    ]
+    assert missing(kept, retry=False) == [] and missing(kept, retry=True) == [task]
     measuring.run(task, case, kept, settings=settings, **options)
     found = store.read(kept.result(task))
     assert found is not None and found["failed"] == ""
+    assert found["programs"] == left["programs"] and found["fresh"][0] == left["fresh"][0]
     plan = next(p for p in found["programs"] if p["name"] == found["plan"])
     assert plan["place"] == 0 and "finalists" in plan["groups"]
     assert len(found["programs"]) >= 6
@@ -544,6 +562,9 @@ def test_a_process_that_fails_costs_its_own_pairs_alone(
     assert store.is_unsettled(result)
     assert not store.is_unsettled({**result, "machine": "another"})
     assert not store.is_unsettled({**result, "versions": {"jaxlib": "0.0.1"}})
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("PJRT_NPROC", "3")
+        assert not store.is_unsettled(result) and store.seen_on()["threads"] == 3
     more = paired([*pairs.parts_of(some), pairs.of_process([1.0] * 20, [1.0] * 20)])
     assert asked == [4] and more["decided"] and len(more["processes"]) == 4
     assert not pairs.is_open(more)
