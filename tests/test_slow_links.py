@@ -17,6 +17,7 @@ from autoshard.program import trace
 from autoshard.strategy import baselines
 from autoshard.strategy.base import Seen
 from autoshard.strategy.beam import Beam
+from autoshard.strategy.singles import singles
 from autoshard.subaxes import places_of_axes
 from autoshard.subjects import make_subject
 from autoshard.target import Target
@@ -111,6 +112,6 @@ def test_the_same_rules_over_other_links_are_asked_for_first() -> None:
     assert all(sorted(c.layout.mesh) != sorted(start.layout.mesh) for c in first)
     failure = Failure(kind=Kind.UNSUPPORTED, stage=Stage.PROPAGATE, message="")
     beam = Beam(target.memory_bytes)
+    history = tuple(Seen(candidate=c, outcome=failure) for c in (start, *singles(space)))
     for seed in range(3):
-        asked = beam.ask(space, seed, (Seen(candidate=start, outcome=failure),))
-        assert set(first) <= set(asked)
+        assert set(first) <= set(beam.ask(space, seed, history))

@@ -2,7 +2,8 @@
 
 Beam search as in Lowerre (1976), on the graph of one-decision changes; where the best have no
 neighbours left, the next best take their places. A few random candidates in each ask keep it from
-resting in one basin. The start comes from the history (the baselines).
+resting in one basin. The start comes from the history (the baselines) and from a first ask, for
+each axis alone.
 """
 
 import itertools
@@ -12,6 +13,7 @@ from autoshard.layout import Candidate
 from autoshard.neighbours import drafts, swaps
 from autoshard.space import Space
 from autoshard.strategy.base import Seen, score
+from autoshard.strategy.singles import singles
 
 
 class Beam:
@@ -19,7 +21,7 @@ class Beam:
 
     Attributes:
       width: how many are kept open.
-      batch: candidates in one ask.
+      batch: candidates in one ask; at most half as many axes are asked for alone.
       explore: how many of them are random.
     """
 
@@ -30,13 +32,17 @@ class Beam:
         self._space: Space | None = None
         self._neighbours: dict[Candidate, tuple[list[Candidate], list[Candidate]]] = {}
         self._contained: dict[Candidate, bool] = {}
+        self._alone: list[Candidate] = []
 
     def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
         if space is not self._space:
             self._space = space
             self._neighbours.clear()
             self._contained.clear()
+            self._alone = list(itertools.islice(singles(space), self.batch // 2))
         done = {seen.candidate for seen in history}
+        if alone := [c for c in self._alone if c not in done]:
+            return tuple(alone)
         rng = random.Random(f"{seed}:{len(history)}")
         ranked = sorted(
             (s for s in history if not s.candidate.layout.as_written),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 from autoshard.layout import Candidate
 from autoshard.space import Space
 from autoshard.strategy import Beam, Exhaustive, RandomSearch, Seen, Strategy, baselines
+from autoshard.strategy.singles import singles
 from autoshard.trial import Estimate, Failure, Kind, Rung, Stage
 from tests.analysed import subject
 
@@ -161,6 +163,32 @@ def test_beam_goes_down_hill(space: Space) -> None:
     assert (
         max(count(s.candidate) for s in history) == max(map(count, one_mesh.enumerate())) > before
     )
+
+
+def test_a_beam_looks_at_each_axis_alone_first_and_once(space: Space) -> None:
+    every = list(singles(space))
+    assert len(every) > 2
+    first, second = search(Beam(MEMORY_BYTES), space, 0, 2, (tell(every[0]),))
+    assert first == tuple(every[1:]) and second and not set(every) & set(second)
+    # No more of them than half an ask: a model may have hundreds of axes.
+    few = search(Beam(MEMORY_BYTES, batch=4, explore=1), space, 0, 2)
+    assert few[0] == tuple(every[:2]) and few[1]
+
+
+def test_an_axis_alone_is_divided_as_far_as_it_can_be(space: Space) -> None:
+    two = dataclasses.replace(space, meshes=((("x", 2), ("y", 4)), (("x", 8),)))
+    for of, most in ((two, 8), (dataclasses.replace(space, meshes=((("x", 2),),)), 2)):
+        found = {axis: c for c in singles(of) for axis, _ in c.layout.compute}
+        assert len(found) == len(list(singles(of))) > 2
+        for axis in of.shardable():
+            if axis.name not in found:
+                continue
+            layout = found[axis.name].layout
+            assert of.contains(found[axis.name]) is None
+            (rule,) = layout.compute
+            ways = math.prod(layout.sizes[name] for name in rule[1])
+            assert ways == max(n for n in (2, 4, 8) if n <= most and axis.sizes[0] % n == 0)
+            assert layout.storage == (() if axis.is_data else (rule,))
 
 
 def test_a_beam_goes_on_from_the_next_best_until_nothing_is_left(space: Space) -> None:
