@@ -16,6 +16,7 @@ from experiments.fidelity_parts.store import (
     Task,
     commit,
     is_from_here,
+    is_same_plan,
     provenance,
     read,
     seen_on,
@@ -53,7 +54,7 @@ def run(
         return
 
     def stands(row: dict[str, Any]) -> bool:
-        if (row.get("planned"), row.get("seed")) != (plan, seed):
+        if not is_same_plan(row.get("planned"), plan) or row.get("seed") != seed:
             return False
         if pairs.is_open(row) and not is_from_here(row):
             return False

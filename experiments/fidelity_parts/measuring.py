@@ -34,6 +34,7 @@ from experiments.fidelity_parts.store import (
     Task,
     commit,
     is_from_here,
+    is_same_plan,
     is_unsettled,
     provenance,
     read,
@@ -167,10 +168,12 @@ def _check(record: PlanRecord, ledger: Ledger, path: pathlib.Path) -> None:
         )
 
 
-def _is_asked_on(before: Mapping[str, Any], now: Mapping[str, Any], planned: object) -> bool:
+def _is_asked_on(
+    before: Mapping[str, Any], now: Mapping[str, Any], planned: dict[str, Any]
+) -> bool:
     """Whether a sample stands, and pairs of it want another process, which this machine may ask."""
     same = all(before.get(name) == now[name] for name in ("seed", "scale")) and is_from_here(before)
-    stands = same and not before["failed"] and before.get("planned") == planned
+    stands = same and not before["failed"] and is_same_plan(before.get("planned"), planned)
     return stands and bool(before["fresh"]) and is_unsettled(dict(before))
 
 

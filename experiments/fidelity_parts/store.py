@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from autoshard import Workload
 from autoshard.compat.threads import threads_asked
 from autoshard.cost import MODEL_REVISION
+from autoshard.errors import LayoutError
 from autoshard.host import machine
+from autoshard.layout import Candidate
 from experiments import pairs
 
 PARTS = ("search", "sample", "hand")
@@ -156,7 +158,17 @@ def is_of_another_plan(found: dict[str, Any], plan: dict[str, Any] | None) -> bo
     Args:
       plan: the candidate of the present one, as JSON.
     """
-    return found.get("part") != "search" and found.get("planned") != plan
+    return found.get("part") != "search" and not is_same_plan(found.get("planned"), plan)
+
+
+def is_same_plan(first: dict[str, Any] | None, second: dict[str, Any] | None) -> bool:
+    """Whether two candidates as JSON are one: versions have written the same in other words."""
+    if first == second or first is None or second is None:
+        return first == second
+    try:
+        return Candidate.from_json(first) == Candidate.from_json(second)
+    except LayoutError:
+        return False
 
 
 def lacking(found: Mapping[str, Any], layouts: Sequence[str]) -> list[str]:

@@ -1,12 +1,14 @@
 """The hand part of the benchmark: what is kept, how many processes are asked, what one leaves."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
 
+from autoshard.layout import Candidate, Layout
 from experiments.fidelity_parts import hand, report, searching, store
 from experiments.fidelity_parts.store import Store, Task
 from tests import workloads
@@ -82,6 +84,19 @@ def test_a_hand_layout_without_result_is_undecided_and_the_others_are_kept(
     row = report.hand_row(found)
     assert row is not None and (row["count"], row["met"], row["undecided"]) == (2, 1, 1)
     assert by_hand(["fsdp 1x2"]) == ["fsdp 1x2"]  # the other is there
+
+
+def test_a_plan_that_an_older_version_wrote_is_the_same_in_other_words() -> None:
+    now: dict[str, Any] = Candidate(layout=Layout(mesh=(("x", 8),))).to_json()
+    then = json.loads(json.dumps(now))
+    then["layout"]["occurrences"] = {}
+    del then["layout"]["giving_way"]
+    another = {**then, "layout": {**then["layout"], "compute": {"batch": ["x"]}}}
+    assert then != now and store.is_same_plan(then, now)
+    assert not store.is_of_another_plan({"part": "hand", "planned": now}, then)
+    assert store.is_of_another_plan({"part": "hand", "planned": now}, another)
+    assert store.is_of_another_plan({"part": "hand", "planned": None}, then)
+    assert store.is_of_another_plan({"part": "hand", "planned": {"layout": "the second"}}, then)
 
 
 def test_a_hand_comparison_is_made_anew_for_another_plan_and_when_its_result_is_deleted(
