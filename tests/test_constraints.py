@@ -85,6 +85,19 @@ def test_sparing_single_constraints_ends_early_in_long_programs(monkeypatch):
     assert footprint(of, fewer) == footprint(of, specs)
 
 
+def test_what_is_refused_with_fewer_constraints_keeps_all(monkeypatch):
+    of = subject("scanned_gpt")
+    specs = worded(of, baseline(of.space, "FSDP"), Wording.LEAST)
+
+    def refusing(analysis, asked, attributes):
+        if len(asked.sites) < len(specs.sites):
+            attributes("no attribute")  # an error of MLIR's own
+        return partitioned(analysis, asked, attributes)
+
+    monkeypatch.setattr(constraints, "partitioned", refusing)
+    assert told(of.analysis, specs).sites == specs.sites
+
+
 class ManyNeeded(constraints._Asked):
     """A partitioner of 3000 sites that needs every other one, and says where each is missing."""
 

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from autoshard.host import cores, described, machine, memory_bytes, processor
+from autoshard.host import cores, described, machine, mappings, memory_bytes, processor
 
 X86 = "processor\t: 0\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: AMD EPYC\n"
 
@@ -76,3 +76,18 @@ def test_a_process_has_no_more_memory_than_its_control_group(
 
 def test_this_process_has_memory() -> None:
     assert 0 < memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_mappings_and_their_limit_are_the_kernels(tmp_path: pathlib.Path) -> None:
+    assert mappings(tmp_path) is None, "no such kernel"
+    (tmp_path / "sys/vm").mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "sys/vm/max_map_count").write_text("65530\n")
+    (tmp_path / "self/maps").write_text("7f00-7f01 r-xp\n7f01-7f02 rw-p\n")
+    assert mappings(tmp_path) == (2, 65530)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_this_process_has_mappings() -> None:
+    said = mappings()
+    assert said is not None and 0 < said[0] < said[1]

@@ -1,6 +1,8 @@
 """The Shardy partitioner in process: one layout put into a module, and what came of it."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+
+from jaxlib.mlir import ir
 
 from autoshard.compat.factor_rules import bind_rules, is_given
 from autoshard.compat.judged import Judged, read
@@ -15,6 +17,12 @@ from autoshard.compat.stablehlo import (
     run_passes,
     walk,
 )
+
+REFUSALS: tuple[type[Exception], ...] = (ir.MLIRError, RuntimeError, ValueError)
+"""What is raised where a layout cannot be read or partitioned; some failed checks end the process.
+
+jaxlib's own error is neither of the others (0.10 to 0.12).
+"""
 
 _PROPAGATE = "builtin.module(sdy-propagation-pipeline,sdy-close-shardings)"
 _RESHARD = (
@@ -46,11 +54,15 @@ def judge(
     mesh: Sequence[tuple[str, int]],
     inputs: Sequence[Dims],
     outputs: Sequence[Dims],
-    sites: dict[int, Dims],
-    site_of_tag: dict[int, int],
+    sites: Mapping[int, Dims],
+    site_of_tag: Mapping[int, int],
     attributes: Attributes,
 ) -> Judged:
-    """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result."""
+    """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result.
+
+    Raises:
+      REFUSALS: the partitioner does not take it.
+    """
     sizes = dict(mesh)
     with module.context:
         copy = module.clone()

@@ -8,6 +8,7 @@ from collections.abc import Container, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.interpreters.mlir as jax_mlir
 import numpy as np
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import stablehlo as dialect
@@ -78,6 +79,11 @@ def bytecode(operation: Operation, strip_locations: bool = True) -> bytes:
         buffer = io.BytesIO()
         operation.write_bytecode(buffer)
     return buffer.getvalue()
+
+
+def from_bytecode(data: bytes) -> Operation:
+    """The module that `bytecode` wrote, in a context of its own."""
+    return ir.Module.parse(data, jax_mlir.make_ir_context()).operation
 
 
 TAG = "autoshard.op"

@@ -21,7 +21,7 @@ from autoshard.rungs.compile_job import (
     request_for,
 )
 from autoshard.rungs.failures import failure_of
-from autoshard.rungs.worker import stop_workers
+from autoshard.rungs.worker import worker_threads
 from autoshard.trial import Estimate, Failure, Kind, Stage
 
 _SILENT_S = 600.0
@@ -73,19 +73,12 @@ class Compiling:
             finally:
                 self._cancel()
             return
-        workers = min(2, os.cpu_count() or 1)
-        threads: list[int] = []
-        pool = concurrent.futures.ThreadPoolExecutor(
-            workers, "autoshard-compile", lambda: threads.append(threading.get_ident())
-        )
-        self._executor = pool
-        try:
-            yield
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            # After Ctrl-C the interpreter would not end before what the threads wait for.
-            stop_workers(threads)
-            self._executor = None
+        with worker_threads(min(2, os.cpu_count() or 1), "autoshard-compile") as pool:
+            self._executor = pool
+            try:
+                yield
+            finally:
+                self._executor = None
 
     def compile(self, indices: list[int], share: float) -> None:
         """`begin`, then `finish`."""

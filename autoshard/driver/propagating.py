@@ -1,13 +1,31 @@
 """Rung 1 of a search: the baselines, then what the strategies ask for, each judged and recorded."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 from autoshard.driver.ledger import Ledger, Row
-from autoshard.layout import Candidate
+from autoshard.errors import LayoutError, WorkerError
+from autoshard.host import cores, memory_bytes
+from autoshard.layout import Candidate, Layout
+from autoshard.partitioned import Partition
+from autoshard.rungs import partitioning
 from autoshard.rungs.propagate import Propagator
 from autoshard.space import Space
 from autoshard.strategy import Beam, Exhaustive, Seen, Strategy, baselines
 from autoshard.trial import Estimate, Failure, Kind, Stage
+
+_WORTH_S = 30.0
+"""So much of rung 1 must lie ahead for other processes to be started: each imports JAX first."""
+
+_MOST_PROCESSES = 8
+"""The search's own prices what they answer, a sixth of the work: more would wait for it."""
+
+_ROOM_BYTES = 4 << 30
+"""Memory of the host for each process: several times what one takes for a step of 28 thousand
+operations."""
+
+_LONGEST_S = 600.0
+"""A partitioner that says nothing about a layout for so long is killed."""
 
 
 def propagate_all(
@@ -35,6 +53,8 @@ class _Propagation:
         self._known: dict[object, Estimate | Failure] = {}
         self._users = strategy is not None
         self._strategies = [strategy or self._default(s.space) for s in ledger.subjects]
+        self._partitioners: partitioning.Partitioners | None = None
+        self._asked: dict[object, partitioning.Answer] = {}  # by program
 
     def _default(self, space: Space) -> Strategy:
         if space.size() <= self._ledger.budget.candidates // len(self._ledger.subjects):
@@ -48,6 +68,33 @@ class _Propagation:
             for baseline in baselines(subject.space):
                 self._judge(i, baseline.candidate, baseline.name)
         after_baselines()
+        with self._other_processes():
+            self._explore(share)
+        ledger.tell(Stage.PROPAGATE, len(ledger.rows), limit, "layouts judged")
+
+    @contextlib.contextmanager
+    def _other_processes(self) -> Iterator[None]:
+        """Partitions in several processes, where so much lies ahead that they are worth it."""
+        ledger = self._ledger
+        spent_s = [row.propagated.elapsed_s for row in ledger.rows]
+        ahead_s = (ledger.budget.candidates - len(spent_s)) * sum(spent_s) / max(1, len(spent_s))
+        processes = min(cores(), memory_bytes() // _ROOM_BYTES, _MOST_PROCESSES)
+        if processes < 2 or ahead_s < _WORTH_S:
+            yield
+            return
+        with partitioning.opened(
+            [subject.analysis for subject in ledger.subjects],
+            processes,
+            ledger.folder_of("workers/partition"),
+            _LONGEST_S,
+        ) as self._partitioners:
+            try:
+                yield
+            finally:
+                self._partitioners = None
+
+    def _explore(self, share: float) -> None:
+        ledger, limit = self._ledger, self._ledger.budget.candidates
         live = list(range(len(ledger.subjects)))
         while live and len(ledger.rows) < limit:
             # The subject that is furthest behind goes next, so that knobs share the budget.
@@ -60,13 +107,48 @@ class _Propagation:
             if not asked:
                 live.remove(i)
                 continue
+            self._ask(i, asked[: limit - len(ledger.rows)])
             for candidate in asked:
                 if len(ledger.rows) >= limit or ledger.late(share):
                     live = []
                     break
                 self._judge(i, candidate, "")
             ledger.journal.sync()
-        ledger.tell(Stage.PROPAGATE, len(ledger.rows), limit, "layouts judged")
+
+    def _ask(self, index: int, candidates: Iterable[Candidate]) -> None:
+        """Has the partitioner asked, in other processes, about what is going to be judged."""
+        if self._partitioners is None:
+            return
+        subject = self._ledger.subjects[index]
+        for candidate in candidates:
+            layout = candidate.layout
+            if layout.as_written or (self._users and subject.space.contains(candidate) is not None):
+                continue
+            if self._recorded(self._ledger.key("propagate", subject, candidate)) is not None:
+                continue
+            try:
+                specs = self._propagators[index].specs(subject.space, layout)
+            except LayoutError:  # `judge` says so
+                continue
+            program = (index, specs.key())
+            if specs.mesh and program not in self._known and program not in self._asked:
+                self._asked[program] = self._partitioners.ask(index, specs)
+
+    def _answer(self, program: object) -> Partition | Failure | None:
+        """What another process says of a program; None where none was asked."""
+        asked = self._asked.pop(program, None)
+        if asked is None:
+            return None
+        try:
+            return asked.result()
+        except WorkerError as error:  # this process can do without
+            self._partitioners = None
+            self._ledger.notes.append(f"rung 1 had to do with one process: {error}")
+            return None
+
+    def _recorded(self, key: str) -> Estimate | Failure | None:
+        found = self._ledger.journal.find(key)
+        return found if isinstance(found, (Estimate, Failure)) else None
 
     def _judge(self, index: int, candidate: Candidate, baseline: str) -> None:
         ledger = self._ledger
@@ -81,18 +163,23 @@ class _Propagation:
             self._add(index, candidate, baseline, object(), failure, None)
             return
         program = (index, layout if layout.as_written else subject.space.specs(layout).key())
-        outcome = ledger.journal.find(key)
-        new = not isinstance(outcome, (Estimate, Failure))
-        if new:
+        outcome = self._recorded(key)
+        new = outcome is None
+        if outcome is None:
             outcome = self._known.get(program)  # another spelling of the same program
         if outcome is None:
-            propagator = self._propagators[index]
-            if layout.as_written:
-                propagator = Propagator(subject.analysis_for(layout))
-            outcome = propagator.judge(subject.space, layout, self._cost)
-        assert isinstance(outcome, (Estimate, Failure))
+            outcome = self._outcome(index, layout, program)
         self._known[program] = outcome
         self._add(index, candidate, baseline, program, outcome, key if new else None)
+
+    def _outcome(self, index: int, layout: Layout, program: object) -> Estimate | Failure:
+        subject, propagator = self._ledger.subjects[index], self._propagators[index]
+        if layout.as_written:
+            propagator = Propagator(subject.analysis_for(layout))
+        said = self._answer(program)
+        if isinstance(said, Failure):
+            return said
+        return propagator.judge(subject.space, layout, self._cost, said)
 
     def _add(
         self,

@@ -29,6 +29,7 @@ from autoshard.rungs import numerics
 from autoshard.rungs.executables import keep, kept
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.numerics import NumericsReport, Reference, Trajectory
+from autoshard.rungs.residents import Residents
 from autoshard.trial import Failure, Kind, Stage
 
 
@@ -91,7 +92,7 @@ class Benches(Protocol):
 class _Entry:
     """A loaded program; its arrays are None until the next run needs them."""
 
-    executable: Executable
+    module: Module
     digest: str
     state: list[jax.Array] | None = None
     batches: list[list[jax.Array]] | None = None
@@ -120,6 +121,7 @@ class Bench:
         self._initial: tuple[np.ndarray, ...] | None = None
         self._batches: tuple[tuple[np.ndarray, ...], ...] = ()
         self._entries: dict[str, _Entry] = {}
+        self._residents = Residents(self._compile)
         self._reference: tuple[str, Reference] | None = None
 
     def set_inputs(
@@ -145,16 +147,22 @@ class Bench:
         with _Catching() as caught:
             entry = self._entry(name, module)
             self._place(entry)
-            return entry.executable.memory
+            return self._executable(entry).memory
         self._entries.pop(name, None)
+        self._residents.drop(module.digest)
         return caught.expect()
 
     def _entry(self, name: str, module: Module) -> _Entry:
-        entry = self._entries.get(name)
-        if entry is None or entry.digest != module.digest:
-            entry = _Entry(executable=self._compile(module), digest=module.digest)
-            self._entries[name] = entry
+        entry, digest = self._entries.get(name), module.digest
+        if entry is None or entry.digest != digest:
+            if entry is not None:
+                self._residents.drop(entry.digest)
+            self._residents.get(digest, module)
+            entry = self._entries[name] = _Entry(module=module, digest=digest)
         return entry
+
+    def _executable(self, entry: _Entry) -> Executable:
+        return self._residents.get(entry.digest, entry.module)
 
     def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
         entry = self._entries[name]
@@ -187,7 +195,7 @@ class Bench:
         if (refused := _calling_back(module)) is not None:
             return refused
         with _Catching() as caught:
-            executable = self._entry(name, module).executable
+            executable = self._executable(self._entry(name, module))
             self.unload(name)
             made = numerics.reference(
                 self._start(),
@@ -204,7 +212,7 @@ class Bench:
             raise KeyError(f"{reference!r} is not the reference, which is {trusted!r}: trust it")
         self.unload(name)
         with _Catching() as caught:
-            executable = self._entries[name].executable
+            executable = self._executable(self._entries[name])
             got = self._trajectory(executable, self._start(), self._batches_of(against.steps))
             return numerics.compare(got, against, *_paths(executable.module))
         return caught.expect()
@@ -212,7 +220,7 @@ class Bench:
     def finite(self, name: str, steps: int = 2) -> Failure | None:
         self.unload(name)
         with _Catching() as caught:
-            executable = self._entries[name].executable
+            executable = self._executable(self._entries[name])
             got = self._trajectory(executable, self._start(), self._batches_of(steps))
             return numerics.not_finite(got, got, self._start(), *_paths(executable.module))
         return caught.expect()
@@ -233,6 +241,8 @@ class Bench:
         return Trajectory(state=tuple(_copies(array) for array in arrays), metrics=tuple(metrics))
 
     def _run(self, entry: _Entry, steps: int) -> tuple[float, ...]:
+        if entry.digest not in self._residents:
+            jax.block_until_ready(self._step(entry))  # as after each load: not recorded
         self._place(entry)
         with _no_garbage_collection():
             if not _ahead(entry):
@@ -258,9 +268,9 @@ class Bench:
         not count.
         """
         ends = []
-        metrics = self._step(entry)[entry.executable.module.state_count :]
+        metrics = self._step(entry)[entry.module.state_count :]
         for _ in range(steps - 1):
-            following = self._step(entry)[entry.executable.module.state_count :]
+            following = self._step(entry)[entry.module.state_count :]
             jax.block_until_ready(metrics)
             ends.append(time.perf_counter())
             metrics = following
@@ -270,15 +280,14 @@ class Bench:
     def _step(self, entry: _Entry) -> list[jax.Array]:
         """Calls a program on the state of its last step and the next batch; its outputs."""
         state, batches = self._place(entry)
-        outputs = entry.executable.run([*state, *batches[entry.steps % len(batches)]])
-        entry.state = outputs[: entry.executable.module.state_count]
+        outputs = self._executable(entry).run([*state, *batches[entry.steps % len(batches)]])
+        entry.state = outputs[: entry.module.state_count]
         entry.steps += 1
         return outputs
 
     def _place(self, entry: _Entry) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        executable = entry.executable
         if entry.state is None or entry.batches is None:
-            count = executable.module.state_count
+            executable, count = self._executable(entry), entry.module.state_count
             entry.state = executable.place(self._start())
             entry.batches = [executable.place(batch, first=count) for batch in self._batches]
             jax.block_until_ready((entry.state, entry.batches))
@@ -316,7 +325,7 @@ def runs_ahead(platform: str) -> bool:
 
 def _ahead(entry: _Entry) -> bool:
     """Whether an entry's steps run ahead: without metrics nothing tells when one has ended."""
-    module = entry.executable.module
+    module = entry.module
     return runs_ahead(module.platform) and len(module.outputs) > module.state_count
 
 

@@ -81,7 +81,7 @@ class ChildBench:
         return self._costing(name, self._call(_trace, name, where, steps))
 
     def unload(self, name: str) -> None:
-        """Frees the arrays of a program. Its executable stays as long as the child lives."""
+        """Frees the arrays of a program. Its executable stays, see `residents`."""
         self._lost.pop(name, None)
         self._wanted.pop(name, None)
         if self._worker.pid is not None and self._starts == self._worker.starts:

@@ -48,6 +48,16 @@ def failure_of(error: Exception, stage: Stage, elapsed_s: float) -> Failure:
     return Failure(stage=stage, kind=kind, message=text, elapsed_s=elapsed_s, missing_bytes=missing)
 
 
+def declined(error: Exception, elapsed_s: float) -> Failure:
+    """What an exception of rung 1 means: this is no layout, or not one for the partitioner."""
+    return Failure(
+        stage=Stage.PROPAGATE,
+        kind=Kind.UNSUPPORTED,
+        message=str(error)[:2000],
+        elapsed_s=elapsed_s,
+    )
+
+
 def missing_bytes(text: str) -> int | None:
     """By how many bytes an out-of-memory message says the device's memory is exceeded.
 

@@ -10,6 +10,7 @@ import numpy as np
 from autoshard.analysis import Analysis
 from autoshard.compat import shardings, stablehlo
 from autoshard.compat.judged import Communication, Judged
+from autoshard.compat.partitioner import REFUSALS
 from autoshard.compat.reshards import Division
 from autoshard.convolutions import FEW_FEATURES
 from autoshard.cost import Constants, CostModel
@@ -18,8 +19,9 @@ from autoshard.errors import LayoutError
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
 from autoshard.operations import OwnSend
-from autoshard.partitioned import partitioned
+from autoshard.partitioned import Partition, partitioned
 from autoshard.rows import MANY
+from autoshard.rungs.failures import declined
 from autoshard.rungs.gathers import copies_of
 from autoshard.rungs.halos import NO_HALO, Halo, Reaching, exchanged, halo_of, joining_s
 from autoshard.rungs.own_sends import collective_of
@@ -28,8 +30,10 @@ from autoshard.sites import site_of_location
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.subaxes import ways
-from autoshard.trial import Collective, Estimate, Failure, Kind, Rung, Stage
+from autoshard.trial import Collective, Estimate, Failure, Rung
 from autoshard.vectorization import PART_BYTES, is_vectorized
+
+_DECLINED: tuple[type[Exception], ...] = (LayoutError, *REFUSALS)
 
 _OFF_BY = 0.25
 """How far the temporaries judged here are off those of the compiled program, as a share.
@@ -61,35 +65,48 @@ class Propagator:
         }
         self._arguments = {value: i for i, value in enumerate(kernels.argument_values)}
 
-    def judge(self, space: Space, layout: Layout, cost: CostModel) -> Estimate | Failure:
+    def specs(self, space: Space, layout: Layout) -> Specs:
+        """Every sharding of a layout that the partitioner may be asked about.
+
+        Raises:
+          LayoutError: the layout does not belong to the space, or the step to another mesh.
+        """
+        specs = space.specs(layout)
+        pinned = self._analysis.program.pinned_mesh
+        if pinned is not None and specs.mesh != pinned:
+            # Shardy would end the process: the module names axes this mesh does not have.
+            raise LayoutError(f"the step runs on the mesh {dict(pinned)} only")
+        return specs
+
+    def judge(
+        self, space: Space, layout: Layout, cost: CostModel, partition: Partition | None = None
+    ) -> Estimate | Failure:
         """Predicts a step of one layout.
+
+        Args:
+          partition: what the partitioner made of it, where that was asked; None to ask.
 
         Returns:
           A Failure where the layout does not belong to the space or the partitioner refuses it.
         """
         start = time.perf_counter()
         try:
-            specs = space.specs(layout)
-            pinned = self._analysis.program.pinned_mesh
-            if pinned is not None and specs.mesh != pinned:
-                # Shardy would end the process: the module names axes this mesh does not have.
-                raise LayoutError(f"the step runs on the mesh {dict(pinned)} only")
-            return self._estimate(specs, cost, start)
-        except (RuntimeError, ValueError, LayoutError) as error:  # MLIR raises the first two
-            return Failure(
-                stage=Stage.PROPAGATE,
-                kind=Kind.UNSUPPORTED,
-                message=str(error)[:2000],
-                elapsed_s=time.perf_counter() - start,
-            )
+            specs, judged = self.specs(space, layout), None
+            if partition is not None:
+                judged = partition.judged
+                start -= partition.elapsed_s
+            elif specs.mesh:
+                judged = partitioned(self._analysis, specs, self._attributes)
+            return self._estimate(specs, judged, cost, start)
+        except _DECLINED as error:
+            return declined(error, time.perf_counter() - start)
 
-    def _estimate(self, specs: Specs, cost: CostModel, start: float) -> Estimate:
+    def _estimate(
+        self, specs: Specs, judged: Judged | None, cost: CostModel, start: float
+    ) -> Estimate:
         analysis = self._analysis
         program, kernels = analysis.program, analysis.kernels
         sizes = dict(specs.mesh)
-        judged = None
-        if specs.mesh:
-            judged = partitioned(analysis, specs, self._attributes)
 
         n = len(kernels.value_bytes)
         divided = np.full(n, np.inf if judged else 1.0)

@@ -6,6 +6,7 @@ Requests and answers are length-prefixed pickles over two pipes of their own; wh
 by Python or by XLA, goes to a file. A request is a module-level function and its arguments.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -21,7 +22,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -368,3 +369,23 @@ def stop_workers(threads: Iterable[int]) -> None:
         worker = _of_threads.get(thread)
         if worker is not None:
             worker.stop()
+
+
+@contextlib.contextmanager
+def worker_threads(count: int, name: str) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Threads for jobs that use `worker_here`; at the end their workers are stopped.
+
+    Args:
+      count: of threads, each of which comes to have a worker.
+      name: that theirs begin with.
+    """
+    threads: list[int] = []
+    pool = concurrent.futures.ThreadPoolExecutor(
+        count, name, lambda: threads.append(threading.get_ident())
+    )
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        # After Ctrl-C the interpreter would not end before what the threads wait for.
+        stop_workers(threads)

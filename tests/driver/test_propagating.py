@@ -1,13 +1,19 @@
 """Rung 1 of a search: strategies share the budget, and a user's own may ask for anything."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import threading
 from collections import Counter
 
 import jax
+import pytest
 
 import autoshard
+from autoshard.driver import propagating
+from autoshard.errors import WorkerError
 from autoshard.layout import Candidate, Layout
+from autoshard.rungs import partitioning
 from autoshard.strategy import RandomSearch
 from autoshard.trial import Estimate, Kind, Stage
 from tests.workloads import mlp
@@ -114,3 +120,117 @@ def test_the_baselines_are_being_compiled_while_rung_1_goes_on(calibration):
     assert seen[0] == 2, "half of the compilations were begun before the strategy was asked"
     compiled = [t for t in plan.evidence.trials if t.compiled is not None]
     assert len(compiled) == 4 and all(isinstance(t.compiled, Estimate) for t in compiled)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How many layouts other processes were asked about."""
+    count = []
+    ask = partitioning.Partitioners.ask
+
+    def counted(self, index, specs):
+        count.append(specs)
+        return ask(self, index, specs)
+
+    monkeypatch.setattr(partitioning.Partitioners, "ask", counted)
+    return count
+
+
+def judged_by(plan):
+    """Every trial but for the seconds that judging it took."""
+    return [
+        (t.candidate, t.baseline, dataclasses.replace(t.propagated, elapsed_s=0.0))
+        for t in plan.evidence.trials
+    ]
+
+
+def test_other_processes_change_no_answer(quick, monkeypatch, asked):
+    budget = dataclasses.replace(BUDGET, candidates=60)
+    alone = quick(budget=budget)
+    assert not asked, "a small program is not worth another process"
+    monkeypatch.setattr(propagating, "_WORTH_S", 0.0)
+    monkeypatch.setattr(propagating, "cores", lambda: 1)
+    assert judged_by(quick(budget=budget)) == judged_by(alone) and not asked
+    monkeypatch.setattr(propagating, "cores", lambda: 2)
+    plan = quick(budget=budget)
+    assert len(plan.evidence.trials) == 60
+    assert judged_by(plan) == judged_by(alone)
+    assert 20 < len(asked) < 60, "all but baselines, and each program once"
+
+
+def test_of_what_a_users_strategy_asks_only_members_are_partitioned(quick, monkeypatch, asked):
+    monkeypatch.setattr(propagating, "_WORTH_S", 0.0)
+    foreign = Layout(mesh=(("x", 4),), compute=(("batch", ("x",)),))
+    data = Layout(mesh=(("x", 4), ("y", 2)), compute=(("batch", ("y",)),))
+    plan = quick(strategy=Asking(foreign, data), budget=BUDGET)
+    refused, judged = trials_of(plan)
+    assert refused.propagated.kind is Kind.INFEASIBLE
+    assert isinstance(judged.propagated, Estimate) and len(asked) == 1
+
+
+def test_what_the_journal_holds_is_not_partitioned_again(quick, monkeypatch, asked, tmp_path):
+    monkeypatch.setattr(propagating, "_WORTH_S", 0.0)
+    kept = {"journal": tmp_path / "journal", "budget": BUDGET}
+    first = quick(**kept)
+    count = len(asked)
+    assert count and judged_by(quick(**kept)) == judged_by(first)
+    assert len(asked) == count
+
+
+def test_without_another_process_this_one_goes_on(quick, monkeypatch):
+    alone = quick(budget=BUDGET)
+    monkeypatch.setattr(propagating, "_WORTH_S", 0.0)
+
+    def none(settings):
+        raise WorkerError("no room for a process")
+
+    monkeypatch.setattr(partitioning, "worker_here", none)
+    plan = quick(budget=BUDGET)
+    assert judged_by(plan) == judged_by(alone)
+    (note,) = [n for n in plan.evidence.notes if "process" in n]
+    assert note == "rung 1 had to do with one process: no room for a process"
+
+
+def test_a_layout_that_kills_the_partitioner_is_one_failed_trial(quick, monkeypatch):
+    monkeypatch.setattr(propagating, "_WORTH_S", 0.0)
+    ask = partitioning.Partitioners.ask
+    deadly = []
+
+    def once(self, index, specs):
+        if deadly:
+            return ask(self, index, specs)
+        deadly.append(specs)
+        # Shardings name axes that this mesh does not have: Shardy ends the process.
+        return ask(self, index, dataclasses.replace(specs, mesh=(("elsewhere", 8),)))
+
+    monkeypatch.setattr(partitioning.Partitioners, "ask", once)
+    plan = quick(budget=BUDGET)
+    failed = [t.propagated for t in trials_of(plan) if not isinstance(t.propagated, Estimate)]
+    assert [(f.stage, f.kind) for f in failed] == [(Stage.PROPAGATE, Kind.CRASH)]
+    assert len(plan.evidence.trials) == 20
+
+
+def test_an_interrupt_ends_the_processes_and_keeps_what_is_judged(quick, monkeypatch, asked):
+    monkeypatch.setattr(propagating, "_WORTH_S", 0.0)
+    ended = []
+    worker_threads = partitioning.worker_threads
+
+    @contextlib.contextmanager
+    def noting(count, name):
+        with worker_threads(count, name) as pool:
+            try:
+                yield pool
+            finally:
+                ended.extend(t for t in threading.enumerate() if t.name.startswith(name))
+
+    def interrupt(event):
+        if event.text == "propagating layouts" and event.done == 20:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(partitioning, "worker_threads", noting)
+    plan = quick(budget=dataclasses.replace(BUDGET, candidates=60), callbacks=(interrupt,))
+    assert plan.evidence.ended == "interrupted" and len(plan.evidence.trials) == 20
+    assert asked and ended
+    for thread in ended:
+        thread.join(10.0)
+        assert not thread.is_alive()

@@ -232,6 +232,17 @@ def test_a_layout_that_is_not_of_the_space_is_a_failure_not_an_exception() -> No
     assert isinstance(outcome, Failure) and "data" in outcome.message
 
 
+def test_what_the_partitioner_refuses_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLIR has an error of its own, which is neither a RuntimeError nor a ValueError."""
+    of = subject("custom_derivatives")
+    layout = baseline(of.space, "data parallel")
+    unreadable = dataclasses.replace(of.space.specs(layout), mesh=(('"', 8),))
+    monkeypatch.setattr(Propagator, "specs", lambda self, space, layout: unreadable)
+    outcome = Propagator(of.analysis).judge(of.space, layout, COST)
+    assert isinstance(outcome, Failure) and outcome.kind is Kind.UNSUPPORTED, outcome
+    assert "parse" in outcome.message
+
+
 def test_judging_leaves_the_base_module_alone() -> None:
     of = subject("custom_derivatives")
     fresh = Propagator(of.analysis)

@@ -1,0 +1,101 @@
+"""Executables that are many for one process: the oldest go, and come again when they are wanted."""
+
+import types
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autoshard import host
+from autoshard.rungs import residents
+from autoshard.rungs.bench import Bench
+from autoshard.rungs.numerics import NumericsReport
+from autoshard.rungs.residents import Residents
+from tests import lowered
+
+
+class Mapped:
+    """A process whose executables take 30 mappings each, and which may have 100."""
+
+    def __init__(self, platform: str = "cpu"):
+        self.loads: list[str] = []
+        self.platform = platform
+        self.residents = Residents(self._load)
+
+    def _load(self, module):
+        self.loads.append(module.name)
+        return f"executable of {module.name}"
+
+    def get(self, name: str):
+        return self.residents.get(name, types.SimpleNamespace(name=name, platform=self.platform))
+
+    def mappings(self):
+        return 10 + 30 * sum(name in self.residents for name in "abcdef"), 100
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    mapped = Mapped()
+    monkeypatch.setattr(host, "mappings", mapped.mappings)
+    return mapped
+
+
+def test_the_one_not_used_for_longest_goes(mapped):
+    assert [mapped.get(name) for name in "abca"][-1] == "executable of a"
+    assert mapped.loads == ["a", "b", "c"], "three fit"
+    mapped.get("d")
+    assert [name for name in "abcd" if name in mapped.residents] == ["a", "c", "d"]
+    assert mapped.get("b") == "executable of b" and mapped.loads == ["a", "b", "c", "d", "b"]
+
+
+def test_one_that_is_too_large_alone_is_loaded_alone(mapped, monkeypatch):
+    mapped.get("a")
+    monkeypatch.setattr(host, "mappings", lambda: (1000, 100))
+    assert mapped.get("b") == "executable of b"
+    assert "a" not in mapped.residents
+
+
+def test_where_nothing_tells_all_stay(mapped, monkeypatch):
+    monkeypatch.setattr(host, "mappings", lambda: None)
+    for name in "abcdef":
+        mapped.get(name)
+    assert all(name in mapped.residents for name in "abcdef")
+
+
+def test_what_accelerators_hold_stays(monkeypatch):
+    mapped = Mapped("cuda")
+    monkeypatch.setattr(host, "mappings", mapped.mappings)
+    for name in "abcdef":
+        mapped.get(name)
+    assert all(name in mapped.residents for name in "abcdef")
+
+
+def test_what_has_gone_goes_on_where_it_was(monkeypatch):
+    """With room for one program the bench says what it says with room for all."""
+    programs = {
+        "whole": lowered.train_module(lowered.ONE),
+        "data": lowered.train_module((("data", 8),), spec=P()),
+    }
+
+    def states(full):
+        monkeypatch.setattr(residents, "_is_full", lambda: full)
+        compiled = []
+        bench = Bench()
+        make = bench._residents._load
+        bench._residents._load = lambda module: compiled.append(module) or make(module)
+        assert bench.set_inputs(lowered.init_module(), lowered.make_batches()) is None
+        for name, module in programs.items():
+            bench.load(name, module)
+            assert len(bench.run(name, 2)) == 2
+        # One step more is not recorded, as the program was loaded again.
+        assert len(bench.run("whole", 2 - full)) == 2 - full
+        held = [np.asarray(a) for a in bench._entries["whole"].state]
+        assert bench.trust("whole", programs["whole"]) is None
+        report = bench.numerics("data", "whole")
+        assert isinstance(report, NumericsReport) and report.passed
+        return held, len(compiled)
+
+    (once, few), (again, many) = states(full=False), states(full=True)
+    assert (few, many) == (2, 4)
+    for one, other in zip(once, again, strict=True):
+        np.testing.assert_array_equal(one, other)
