@@ -175,7 +175,7 @@ class Bench:
         entry = self._entries[name]
         # A profiler may run already, of the user's own; the disk may be full.
         with _Catching(RuntimeError, OSError) as caught:
-            self._place(entry)
+            self._warm(entry)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
             with jax.profiler.trace(folder, profiler_options=options), _no_garbage_collection():
@@ -240,10 +240,14 @@ class Bench:
             metrics.append(tuple(_copies(array) for array in outputs[count:]))
         return Trajectory(state=tuple(_copies(array) for array in arrays), metrics=tuple(metrics))
 
-    def _run(self, entry: _Entry, steps: int) -> tuple[float, ...]:
+    def _warm(self, entry: _Entry) -> None:
+        """Its arrays are placed; an executable that had gone is back, and has run one step."""
         if entry.digest not in self._residents:
-            jax.block_until_ready(self._step(entry))  # as after each load: not recorded
+            jax.block_until_ready(self._step(entry))
         self._place(entry)
+
+    def _run(self, entry: _Entry, steps: int) -> tuple[float, ...]:
+        self._warm(entry)
         with _no_garbage_collection():
             if not _ahead(entry):
                 return self._waiting(entry, steps)

@@ -2,6 +2,7 @@
 
 import types
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -68,6 +69,24 @@ def test_what_accelerators_hold_stays(monkeypatch):
     for name in "abcdef":
         mapped.get(name)
     assert all(name in mapped.residents for name in "abcdef")
+
+
+def test_no_trace_shows_an_executable_being_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(residents, "_is_full", lambda: True)
+    bench = Bench()
+    assert bench.set_inputs(lowered.init_module(), lowered.make_batches()) is None
+    bench.load("one", lowered.train_module(lowered.ONE))
+    bench.load("data", lowered.train_module((("data", 8),), spec=P()))
+    here = []
+    profiler = jax.profiler.trace
+
+    def tracing(*args, **options):
+        here.append(bench._entries["one"].digest in bench._residents)
+        return profiler(*args, **options)
+
+    monkeypatch.setattr(jax.profiler, "trace", tracing)
+    assert bench.trace("one", str(tmp_path), 1) == str(tmp_path)
+    assert here == [True]
 
 
 def test_what_has_gone_goes_on_where_it_was(monkeypatch):
