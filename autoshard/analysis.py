@@ -38,8 +38,12 @@ class Analysis:
 
 
 @without_mesh()
-def analyse(program: Program, platform: str) -> Analysis:
-    """Lowers a program once with every site open and reads what the partitioner knows of it."""
+def analyse(program: Program, platform: str, parts: int = 1) -> Analysis:
+    """Lowers a program once with every site open and reads what the partitioner knows of it.
+
+    Args:
+      parts: see `read_kernels`; of how many devices arrays are divided over.
+    """
     returned = len(program.state) if program.returns_state else 0
     sites = find_sites(program.step, len(program.state), returned)
     opened = constrained(
@@ -57,7 +61,7 @@ def analyse(program: Program, platform: str) -> Analysis:
         program=program,
         sites=sites,
         axes=find_axes(program, module, sites.sites),
-        kernels=read_kernels(module, returned, site_of_tag, platform),
+        kernels=read_kernels(module, returned, site_of_tag, platform, parts),
         module=module,
         invariants=read_invariants(module),
         site_of_tag=site_of_tag,

@@ -59,6 +59,12 @@ class Values:
     touches: Sequence[Sequence[int]]
 
 
+def innermost(loops: Sequence[Loop], position: int) -> int:
+    """Number of the innermost loop whose body has this position; -1 where there is none."""
+    around = [i for i, loop in enumerate(loops) if loop.start < position <= loop.end]
+    return max(around, key=lambda i: loops[i].start, default=-1)
+
+
 def assign(values: Values, loops: Sequence[Loop]) -> tuple[list[int], list[int]]:
     """(buffer of each value, named by the value that makes it; position of the last need of each).
 

@@ -27,14 +27,14 @@ from autoshard.network import Network, collective_s
 from autoshard.rows import MANY
 from autoshard.trial import Collective
 
-MODEL_REVISION = 48
+MODEL_REVISION = 49
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `arithmetic`, `precision`, `siting`,
-`rewrite`, `specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `transposes`,
-`cache_lines`, `convolutions`, `halos`, `vectorization`, `degenerate`, `rows`, `hlo` or `rungs`
-(propagate, sending, gathers, halos, own_sends), to what `compat` reads of a module or tells the
-partitioner, or to which constraints `constraints.told` keeps.
+`rewrite`, `specs`, `operations`, `fusion`, `library`, `kernels`, `buffers`, `trips`, `transposes`,
+`cache_lines`, `convolutions`, `halos`, `pooling`, `vectorization`, `degenerate`, `rows`, `hlo` or
+`rungs` (propagate, sending, gathers, halos, own_sends), to what `compat` reads of a module or tells
+the partitioner, or to which constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")

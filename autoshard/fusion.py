@@ -1,16 +1,30 @@
 """Which values a step writes to memory, and what the kernel of each reads and executes.
 
 What is cheap fuses into all that consumes it, as in XLA's instruction fusion, so that only what a
-kernel writes costs memory and traffic: `docs/decisions/0024-fusion-repeats-what-is-cheap.md` and
-`docs/decisions/0025-what-fusion-does-not-repeat.md`.
+kernel writes costs memory and traffic: `docs/decisions/0024-fusion-repeats-what-is-cheap.md`,
+`docs/decisions/0025-what-fusion-does-not-repeat.md`,
+`docs/decisions/0055-what-is-computed-again.md`.
 """
 
 import heapq
 from collections.abc import Collection
 from typing import NamedTuple
 
+from autoshard.buffers import innermost
 from autoshard.cache_lines import Turn
-from autoshard.operations import BORDERS, FREE, HEAVY, JOINS, SLICES, UPDATE, Operations
+from autoshard.library import NONE, Library
+from autoshard.operations import (
+    BORDERS,
+    BROADCAST,
+    FREE,
+    HEAVY,
+    JOINS,
+    MOVES,
+    SLICES,
+    UPDATE,
+    Operations,
+)
+from autoshard.pooling import POOLED, pooled_reads
 
 _EXPENSIVE = frozenset(
     "stablehlo." + n
@@ -36,21 +50,10 @@ Asked of XLA:CPU (jax 0.10.2 and 0.12.0.1, 2026-11-24) with one small program fo
 _EXPENSIVE_ON_CPU = _EXPENSIVE | {"stablehlo.divide"}
 _EXPENSIVE_ELSEWHERE = _EXPENSIVE | {"stablehlo.cosine", "stablehlo.sine", "stablehlo.tan"}
 _MOST_COPIES = 15  # kAllowedCodeDuplication (xla/service/fusion_node_indexing_evaluation.cc)
-_REPEATED = FREE | {"stablehlo.broadcast_in_dim", "stablehlo.convert", "stablehlo.iota"}
+_REPEATED = FREE | {BROADCAST, "stablehlo.convert", "stablehlo.iota"}
 """Operations that are computed wherever they are needed."""
-_MOVES = (
-    SLICES
-    | JOINS
-    | {"stablehlo.broadcast_in_dim", "stablehlo.reduce", "stablehlo.reverse", "stablehlo.transpose"}
-)
-"""Operations that need other places of their operands than of what they make."""
-_KEPT_APART = _MOVES | {"stablehlo.compare", "stablehlo.select"}
-"""Operations that the library which XLA:CPU hands reductions to does not take with them.
-
-Of 28 functions asked with jax 0.10.2 and 0.12.0.1 (2026-11-24).
-"""
 _PRODUCT = "stablehlo.dot_general"
-_COPYING = frozenset({_PRODUCT, "stablehlo.convolution"})
+COPYING = frozenset({_PRODUCT, "stablehlo.convolution"})
 """Operations whose operands XLA:CPU copies where they lie in another order than it needs."""
 _NOWHERE = frozenset[int]()
 
@@ -73,11 +76,14 @@ class Transposed(NamedTuple):
 class Fusion:
     """What fuses in a module.
 
+    Args:
+      parts: into how many arrays are divided where XLA:CPU asks how large they are.
+
     Attributes:
       written: of each value whether it is written to memory rather than fused into all that use it.
     """
 
-    def __init__(self, operations: Operations):
+    def __init__(self, operations: Operations, parts: int = 1):
         self._ops = operations
         self._by_cost = operations.platform != "cpu"
         self._expensive = _EXPENSIVE_ELSEWHERE if self._by_cost else _EXPENSIVE_ON_CPU
@@ -88,15 +94,17 @@ class Fusion:
         # (xla/service/fusion_node_indexing_evaluation.cc).
         self._fused: list[dict[int, frozenset[int]]] = [{} for _ in range(count)]
         self._copies: dict[tuple[int, int], int] = {}  # of a value's code in a kernel
-        self._reduction = [-1] * count  # in whose kernel alone a value is needed
+        self._library = Library(operations, parts)
         for v in reversed(range(count)):  # what uses a value comes after it
             asked = self._asked(v)
-            reductions = self._reductions(v)
-            if len(reductions) == 1:
-                (self._reduction[v],) = reductions
-            self.written[v] = self._is_written(v, asked, reductions)
+            if self._handed(v) == NONE and self._library.takes(v):
+                self._library.kernel[v] = self._library.alone_in(v)
+            self.written[v] = self._is_written(v, asked, self._library.needed_by(v))
             if not self.written[v]:
                 self._fuse(v, asked)
+            elif self._is_duplicated(v):
+                self._fuse(v, {k: places for k, places in asked.items() if self._is_loop(k)})
+        self._copied_fills = self._fills_of_the_same()
 
     def kernel(self, v: int) -> tuple[dict[int, float], float, list[Transposed]]:
         """What one kernel reads (value -> part of it), its operations, and what it transposes."""
@@ -114,7 +122,7 @@ class Fusion:
         while waiting:
             i = -heapq.heappop(waiting)  # what needs it here comes after it, and was there before
             part = min(1.0, parts[i])
-            if self._is_read(i, v):
+            if self.is_read(i, v):
                 reads[i] = part
                 continue
             flops += part * ops.own_flops[i]
@@ -123,10 +131,15 @@ class Fusion:
                 if operand not in parts:
                     heapq.heappush(waiting, -operand)
             self._ask(i, part, ops.operands[i], parts)
-        if ops.op_of[v] in _COPYING and not self._by_cost:
-            for operand in {self._plain(t.value) for t in transposed}:
-                if operand in reads and self._is_copied(operand):
-                    reads[operand] += 2.0  # to copy it, and what is written then
+        if ops.op_of[v] in COPYING and not self._by_cost:
+            turned = {self._plain(t.value) for t in transposed}
+            for operand in list(reads):
+                if self._plain(operand) in turned and self._is_copied(self._plain(operand)):
+                    self._copy(operand, reads)
+        if ops.op_of[v] == POOLED and not self._by_cost:
+            self._look_up(v, reads)
+        if v in self._copied_fills:
+            reads[v] = 1.0
         return reads, flops, transposed
 
     def summed_product(self, v: int) -> int:
@@ -140,7 +153,7 @@ class Fusion:
         made = ops.operands[v][0]
         while ops.parents[made] >= 0:
             made = ops.parents[made]
-        if ops.op_of[made] != "stablehlo.multiply" or self._is_read(made, v):
+        if ops.op_of[made] != "stablehlo.multiply" or self.is_read(made, v):
             return -1
         factors = set(ops.operands[made])
         return -1 if len(factors) < 2 or any(map(ops.is_fill, factors)) else made
@@ -152,6 +165,51 @@ class Fusion:
         """
         ops = self._ops
         return ops.op_of[v] == UPDATE and self.written[self._plain(ops.operands[v][0])]
+
+    def ready(self, v: int) -> int:
+        """From which position on all is there that the kernel of a value reads."""
+        v = self._plain(v)
+        reads = self.kernel(v)[0] if self._ops.op_of[v] else ()
+        return max((self._ops.position_of[i] for i in reads), default=self._ops.position_of[v])
+
+    def is_copied(self, v: int) -> bool:
+        """Whether what a product needs transposed is in memory as it is, too, while that runs."""
+        made = self._plain(v)
+        return self._is_copied(made) and not self._is_duplicated(made)
+
+    def _copy(self, v: int, reads: dict[int, float]) -> None:
+        """Adds to what a product reads what the copy of an operand does, and what it writes."""
+        made = self._plain(v)
+        copied = self.kernel(made)[0] if self._is_duplicated(made) else {v: 1.0}
+        reads[v] += 1.0
+        for i, part in copied.items():
+            reads[i] = reads.get(i, 0.0) + part
+
+    def _fills_of_the_same(self) -> set[int]:
+        """Arrays that are copies of one that a constant fills just so.
+
+        XLA:CPU fills one, and copies it for each further loop or carry that it begins with.
+        """
+        ops = self._ops
+        first: dict[tuple[object, ...], int] = {}
+        copied = set[int]()
+        for v, written in enumerate(self.written):
+            if self._by_cost or not written or ops.op_of[v] != BROADCAST or not ops.fill(v):
+                continue
+            loop = innermost(ops.loops, ops.position_of[v])
+            kind = (ops.fill(v), ops.dims[v], ops.sizes[v], loop)
+            if first.setdefault(kind, v) != v:
+                copied.add(v)
+        return copied
+
+    def _look_up(self, v: int, reads: dict[int, float]) -> None:
+        """Adds to what the gradient of a pool reads what looking up the places does."""
+        ops = self._ops
+        pooled, gradient = ops.operands[v][:2]
+        element_bytes = ops.sizes[pooled] / max(ops.elements[pooled], 1.0)
+        more = pooled_reads(len(ops.dims[pooled]), element_bytes)
+        for i, times in zip((pooled, gradient), more, strict=True):
+            reads[i] = reads.get(i, 0.0) + times
 
     def _ask(self, v: int, part: float, operands: list[int], parts: dict[int, float]) -> None:
         """Adds to the parts of values that a kernel needs what part of a value needs of them."""
@@ -174,9 +232,11 @@ class Fusion:
     def _is_copied(self, v: int) -> bool:
         """Whether what a product needs transposed is in memory before, as others need it."""
         name = self._ops.op_of[v]
-        return name == "" or name in HEAVY or len(self._real_uses(v)) > 1
+        if name == "" or name in HEAVY or self._handed(v) != NONE:
+            return True
+        return len(self._real_uses(v)) > 1
 
-    def _is_read(self, v: int, kernel: int) -> bool:
+    def is_read(self, v: int, kernel: int) -> bool:
         """Whether a kernel that needs a value finds it, or what it is a part of, in memory."""
         ops = self._ops
         if self.written[v]:
@@ -193,12 +253,16 @@ class Fusion:
             if user < 0:
                 continue
             alone = frozenset((user,))
-            moves = self._ops.op_of[user] in _MOVES
+            moves = self._ops.op_of[user] in MOVES
             if self.written[user]:
                 asked[user] = asked.get(user, _NOWHERE) | alone
             for kernel, places in self._fused[user].items():
                 asked[kernel] = asked.get(kernel, _NOWHERE) | (alone if moves else places)
         return asked
+
+    def _handed(self, v: int) -> int:
+        """The kernel of the library in which alone a value is needed; NONE where there is none."""
+        return self._library.kernel[v]
 
     def _fuse(self, v: int, asked: dict[int, frozenset[int]]) -> None:
         """Fuses a value into the kernels in which its code stands not too often."""
@@ -221,7 +285,7 @@ class Fusion:
                 return []
             (made,) = ops.operands[v]
             product = made if ops.op_of[made] == _PRODUCT else -1
-        copies = ops.op_of[v] in _COPYING
+        copies = ops.op_of[v] in COPYING
         return [
             Transposed(
                 value=value,
@@ -236,7 +300,7 @@ class Fusion:
         """How many arrays the copy of what a product needs reads: what makes it fuses into it."""
         made = self._plain(v)
         name = self._ops.op_of[made]
-        if name == "" or name in HEAVY or name in _MOVES:
+        if name == "" or name in HEAVY or name in MOVES or self._handed(made) != NONE:
             return 1
         return self._arrays(self._ops.operands[made], made)
 
@@ -250,54 +314,77 @@ class Fusion:
             if i in seen or ops.elements[i] != most or ops.is_fill(i):
                 continue
             seen.add(i)
-            if self._is_read(i, kernel):
+            if self.is_read(i, kernel):
                 found += 1
-            elif ops.op_of[i] not in _MOVES:
+            elif ops.op_of[i] not in MOVES:
                 stack += ops.operands[i]
         return max(found, 1)
 
-    def _reductions(self, v: int) -> set[int]:
-        """The reductions whose kernels need a value, -1 for all other kernels.
-
-        XLA:CPU hands reductions to a library, with what nothing else needs of what goes into them.
-        """
-        if self._by_cost:
-            return {-1}
-        return {self._reduced_by(user) for _, user in self._ops.uses[v]}
-
-    def _reduced_by(self, user: int) -> int:
-        ops = self._ops
-        if user < 0 or not self._reduces(user):
-            return -1 if user < 0 or ops.op_of[user] in _KEPT_APART else self._reduction[user]
-        return user
-
-    def _reduces(self, v: int) -> bool:
-        """Whether a value is what the library reduces an array to: one result, of one array."""
-        return self._ops.op_of[v] == "stablehlo.reduce" and len(self._ops.operands[v]) == 2
-
-    def _is_written(self, v: int, asked: Collection[int], reductions: Collection[int]) -> bool:
+    def _is_written(self, v: int, asked: Collection[int], libraries: Collection[int]) -> bool:
         """Whether a value is written to memory, however often it would be computed.
 
         Args:
           asked: the kernels that would compute it.
-          reductions: `_reductions` of it.
+          libraries: `Library.needed_by` of it.
         """
         ops = self._ops
         name = ops.op_of[v]
+        if v in ops.unused:
+            return False
+        if self._handed(v) != NONE:
+            return self._handed(v) == v
         if name == "" or name in HEAVY:
             return True
         if name in FREE or ops.sizes[v] == 0:
             return False
         uses = self._real_uses(v)
         if name in _REPEATED:
-            return any(u in BORDERS or u.endswith("return") for u in uses)
+            if any(u in BORDERS or u.endswith("return") for u in uses):
+                return True
+            shared = len(libraries) > 1 and not ops.is_fill(v)
+            return shared and name == BROADCAST and self._library.is_large(v)
         if any((u in HEAVY or u.endswith("return")) and u != "stablehlo.reduce" for u in uses):
             return True
-        if len(reductions) > 1 or (name in _KEPT_APART and set(reductions) != {-1}):
+        if set(libraries) != {NONE}:
             return True
         if len(asked) < 2:
             return False
-        return name in self._expensive or (self._by_cost and self._reads_more(v, len(asked)))
+        return self._is_expensive(v) or (self._by_cost and self._reads_more(v, len(asked)))
+
+    def _is_expensive(self, v: int) -> bool:
+        """Whether a value is computed once and written where several kernels need it."""
+        ops = self._ops
+        name = ops.op_of[v]
+        if name == "stablehlo.divide" and ops.is_fill(ops.operands[v][1]):
+            return False  # multiplied by the inverse
+        return name in self._expensive
+
+    def _is_duplicated(self, v: int) -> bool:
+        """Whether kernels compute for themselves what is written for those that cannot.
+
+        XLA:CPU does so where that makes them read no more (`ComputeGloballyUnfusible` in
+        xla/service/instruction_fusion.cc).
+        """
+        ops = self._ops
+        name = ops.op_of[v]
+        if self._by_cost or name == "" or name in HEAVY or name in FREE:
+            return False
+        if self._handed(v) != NONE or self._is_expensive(v):
+            return False
+        operands, rank = ops.operands[v], _true_rank(ops.dims[v])
+        arrays = [i for i in operands if _true_rank(ops.dims[i]) >= rank and not self._is_filled(i)]
+        return len(arrays) < 2 or sum(ops.elements[i] for i in set(operands)) <= ops.elements[v]
+
+    def _is_filled(self, v: int) -> bool:
+        """Whether an array is made of fewer elements than it has, by a broadcast or a count."""
+        return self._ops.op_of[self._plain(v)] == BROADCAST or self._ops.is_fill(v)
+
+    def _is_loop(self, kernel: int) -> bool:
+        """Whether a kernel computes what it needs element by element; no library's, no update."""
+        name = self._ops.op_of[kernel]
+        if self._handed(kernel) != NONE:
+            return False
+        return name not in HEAVY or name == "stablehlo.reduce"
 
     def _reads_more(self, v: int, kernels: int) -> bool:
         """Whether kernels that compute a value read more than where one of them writes it."""
@@ -322,3 +409,7 @@ class Fusion:
             else:
                 found.append(name)
         return found
+
+
+def _true_rank(dims: tuple[int, ...]) -> int:
+    return sum(extent != 1 for extent in dims)

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.buffers import Loop, Values, assign
+from autoshard.buffers import Loop, Values, assign, innermost
 from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
 from autoshard.compat.convolution import Convolution
-from autoshard.fusion import Fusion, Transposed
+from autoshard.fusion import COPYING, Fusion, Transposed
 from autoshard.operations import BORDERS, HEAVY, JOINS, UPDATE, Operations, OwnSend
+from autoshard.pooling import POOLED, places_kept
 
 _NO_KERNELS = BORDERS | {"", "stablehlo.case"}
 _PASSES_ON = BORDERS | {"stablehlo.optimization_barrier"}
@@ -60,6 +61,21 @@ class RowedProduct(NamedTuple):
     extents: tuple[int, ...]
     dimensions: tuple[int, ...]
     columns: tuple[int, ...]
+
+
+class Scratch(NamedTuple):
+    """An array that the compiler makes beside the values of a step, before a kernel needs it.
+
+    Attributes:
+      value: that it is divided like.
+      scale: its size, in units of that.
+      first, last: positions between which it is needed.
+    """
+
+    value: int
+    scale: float
+    first: int
+    last: int
 
 
 class ConvolvedKernel(NamedTuple):
@@ -120,6 +136,7 @@ class KernelTable:
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
         a constraint count where a layout makes it another array than what it constrains.
+      scratch: what is needed beside the values.
       ends: tag of a loop -> position of the last operation of its body.
       trips: tag -> executions of its operation in a step.
       operands: tags of products and convolutions with the values they take.
@@ -160,6 +177,7 @@ class KernelTable:
     buffer: np.ndarray
     live_from: np.ndarray
     live_to: np.ndarray
+    scratch: tuple[Scratch, ...]
     positions: dict[int, int]
     ends: dict[int, int]
     length: int
@@ -175,23 +193,28 @@ class KernelTable:
 
 
 def read_kernels(
-    module: stablehlo.Operation, state_count: int, site_of_tag: dict[int, int], platform: str
+    module: stablehlo.Operation,
+    state_count: int,
+    site_of_tag: dict[int, int],
+    platform: str,
+    parts: int = 1,
 ) -> KernelTable:
     """Reads the kernels of a flattened module whose operations carry tags (`stablehlo.tag`).
 
     Args:
       site_of_tag: which site a tagged constraint operation is.
       platform: that it was lowered for.
+      parts: into how many arrays are divided where the compiler asks how large they are.
     """
     with module.context:
         main = stablehlo.main_function(module).regions[0].blocks[0]
         ops = Operations(main, site_of_tag, platform)
-    return _table(ops, state_count)
+    return _table(ops, state_count, parts)
 
 
-def _table(ops: Operations, state_count: int) -> KernelTable:
+def _table(ops: Operations, state_count: int, parts: int) -> KernelTable:
     """Kernels, their reads, and from where to where each buffer is needed."""
-    fusion = Fusion(ops)
+    fusion = Fusion(ops, parts)
     written = fusion.written
     n = len(ops.sizes)
     kernel_value: list[int] = []
@@ -205,6 +228,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
     transposed_kernel: list[int] = []
     transposed: list[Transposed] = []
     summed: list[tuple[int, int]] = []
+    scratch: list[Scratch] = []
     touches: list[list[int]] = [[] for _ in range(n)]
     for v in range(n):
         if not written[v] or ops.op_of[v] in _NO_KERNELS:
@@ -227,13 +251,14 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         if in_place:
             operands = ops.operands[v]
             reads = {operands[1]: 2.0} if len(operands) > 1 else {}
-        for i, scale in reads.items():
-            read_kernel.append(k)
-            read_value.append(i)
-            read_scale.append(scale)
-            _touch(ops, touches, written, i, ops.position_of[v])
-        for i in ops.operands[v]:
-            _touch(ops, touches, written, i, ops.position_of[v])
+        copied = _copied_early(ops, fusion, v, turned)
+        scratch += copied.values()
+        read_kernel += [k] * len(reads)
+        read_value += reads.keys()
+        read_scale += reads.values()
+        for i in {*reads, *(i for i in ops.operands[v] if fusion.is_read(i, v))}:
+            if ops.unchanged(i) not in copied:
+                _touch(ops, touches, written, i, ops.position_of[v])
     for v in ops.returned[state_count:]:  # whoever asked for it takes it when all is done
         _touch(ops, touches, written, v, ops.length)
     buffer, last = assign(
@@ -259,6 +284,9 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
             i = ops.source(i)
             aliased.add(i)
     filled = _filled_early(ops) if ops.platform in _FILLS_EARLY else {}
+    if ops.platform == "cpu":
+        filled, found = _looked_up(ops, fusion)
+        scratch += found
     for v in range(n):
         if v in aliased or ops.op_of[v] == "" or buffer[v] != v:
             continue
@@ -277,9 +305,9 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         kernel_flops=np.array(kernel_flops),
         kernel_trips=np.array(kernel_trips),
         kernel_turns=np.array(
-            [_innermost(ops.loops, ops.position_of[v]) for v in kernel_value], dtype=int
+            [innermost(ops.loops, ops.position_of[v]) for v in kernel_value], dtype=int
         ),
-        loops_around=tuple(_innermost(ops.loops, loop.start) for loop in ops.loops),
+        loops_around=tuple(innermost(ops.loops, loop.start) for loop in ops.loops),
         loop_turns=tuple(loop.turns for loop in ops.loops),
         kernel_writes=np.array(kernel_writes),
         kernel_loops=np.array([ops.op_of[v] not in HEAVY for v in kernel_value], dtype=bool),
@@ -303,6 +331,7 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         buffer=np.array(buffer, dtype=int),
         live_from=live_from,
         live_to=live_to,
+        scratch=tuple(scratch),
         positions=ops.positions,
         ends=ops.ends,
         length=ops.length + 2,
@@ -311,6 +340,52 @@ def _table(ops: Operations, state_count: int) -> KernelTable:
         sent=tuple(ops.sent),
         assumptions=tuple(dict.fromkeys(ops.assumptions)),
     )
+
+
+def _looked_up(ops: Operations, fusion: Fusion) -> tuple[dict[int, int], list[Scratch]]:
+    """Gradients of pools -> where zeros are written for them; and what looking up needs."""
+    filled: dict[int, int] = {}
+    scratch: list[Scratch] = []
+    for v, name in enumerate(ops.op_of):
+        if name != POOLED:
+            continue
+        pooled, gradient = ops.operands[v][:2]
+        last = ops.position_of[v]
+        first = fusion.ready(pooled)
+        if innermost(ops.loops, first) != innermost(ops.loops, last):
+            first = last
+        filled[v] = first
+        element_bytes = ops.sizes[gradient] / max(ops.elements[gradient], 1.0)
+        places = places_kept(len(ops.dims[pooled]), element_bytes)
+        here = 1.0 if first < ops.position_of[pooled] else 0.0
+        scratch += [
+            Scratch(value=pooled, scale=places + here, first=first, last=first),
+            Scratch(value=gradient, scale=places, first=first, last=last),
+        ]
+    return filled, scratch
+
+
+def _copied_early(
+    ops: Operations, fusion: Fusion, v: int, transposed: Sequence[Transposed]
+) -> dict[int, Scratch]:
+    """Operands of a product that are copied for it in another order, as soon as they are there.
+
+    Not those of which the copy takes the place, as they are computed again.
+
+    Args:
+      v: what the product makes.
+      transposed: what it transposes.
+    """
+    if ops.platform != "cpu" or ops.op_of[v] not in COPYING:
+        return {}
+    found: dict[int, Scratch] = {}
+    for turned in transposed:
+        operand = ops.unchanged(turned.value)
+        made, last = ops.position_of[operand], ops.position_of[v]
+        here = innermost(ops.loops, made) == innermost(ops.loops, last)
+        if here and fusion.is_copied(operand):
+            found[operand] = Scratch(value=turned.value, scale=1.0, first=made, last=last)
+    return found
 
 
 def _rowed_products(ops: Operations, kernel_value: list[int]) -> tuple[RowedProduct, ...]:
@@ -364,12 +439,6 @@ def _extents(dims: list[tuple[int, ...]]) -> np.ndarray:
     """The extents of several arrays as one, with ones after the last dimension of each."""
     rank = max(map(len, dims), default=0) or 1
     return np.array([(*d, *[1] * (rank - len(d))) for d in dims], dtype=int).reshape(-1, rank)
-
-
-def _innermost(loops: Sequence[Loop], position: int) -> int:
-    """Number of the innermost loop whose body has this position; -1 where there is none."""
-    around = [i for i, loop in enumerate(loops) if loop.start < position <= loop.end]
-    return max(around, key=lambda i: loops[i].start, default=-1)
 
 
 def _filled_early(ops: Operations) -> dict[int, int]:

@@ -70,6 +70,8 @@ HEAVY = (
 )
 BORDERS = stablehlo.SENDS | {"stablehlo.while", stablehlo.MANUAL}
 """What takes values as they lie in memory, and has no kernel of its own."""
+_NOT_DROPPED = BORDERS | {"", "stablehlo.custom_call", "stablehlo.case", "stablehlo.if"}
+"""Operations that may do more than make their values, or that have others within."""
 RENAMES = frozenset(
     {
         "sdy.sharding_constraint",
@@ -82,6 +84,9 @@ UPDATE = "stablehlo.dynamic_update_slice"
 SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
 JOINS = frozenset({"stablehlo.concatenate", "stablehlo.pad"})
 """Operations whose elements come from one of several places."""
+BROADCAST = "stablehlo.broadcast_in_dim"
+MOVES = SLICES | JOINS | {BROADCAST, "stablehlo.reduce", "stablehlo.reverse", "stablehlo.transpose"}
+"""Operations that need other places of their operands than of what they make."""
 
 
 class OwnSend(NamedTuple):
@@ -119,7 +124,7 @@ class Operations:
       parents: for a constraint's value the value it constrains, else -1.
       op_of: the operation that makes a value, "" for arguments.
       operands: of that operation, by number.
-      uses: (operation, the first value it makes or -1) of all that take the value.
+      uses: (operation, the first value it makes or -1) of all that take the value and are used.
       trip_of: how often its operation runs in a step.
       position_of: where that stands in the program.
       own_flops: of its operation alone, if nothing is sharded.
@@ -140,6 +145,7 @@ class Operations:
       summed: by the value a `reduce` makes, the dimension of one array that it adds up.
       length: the last position.
       platform: that the module was lowered for.
+      unused: values that nothing needs, which no compiler makes.
       sent: what the user's own manual regions send.
       assumptions: what the module did not say.
     """
@@ -175,11 +181,13 @@ class Operations:
         self.platform = platform
         self._number: dict[stablehlo.Value, int] = {}
         self._constants: dict[stablehlo.Value, str] = {}
+        self._literals: dict[int, str] = {}
         self.arguments = [self._new(value, "", 1.0) for value in main.arguments]
         self._block(main, 1.0)
         last = list(main.operations)[-1].operation
         self.returned = [self._number[v] for v in last.operands if v in self._number]
         self._sink_fills()
+        self.unused = self._drop_unused()
 
     @functools.cached_property
     def tag_of(self) -> dict[int, int]:
@@ -232,6 +240,7 @@ class Operations:
         first = len(self.sizes)
         if name == "stablehlo.constant" or name == "sdy.constant":
             self._constants[op.results[0]] = str(attributes["value"])
+            self._literals[first] = self._constants[op.results[0]]
         if name == "sdy.sharding_constraint":
             index = self._new(op.results[0], name, trips, parent=operands[0])
             self.operands[index] = operands[:1]
@@ -308,7 +317,7 @@ class Operations:
                 turns=trips * count,
                 carries=tuple(results),
                 initial=tuple(operands),
-                returned=tuple(self._unchanged(self._number[v]) for v in returned),
+                returned=tuple(self.unchanged(self._number[v]) for v in returned),
             )
         )
 
@@ -356,14 +365,33 @@ class Operations:
                     if (passed := ("stablehlo.return", -1)) in self.uses[carry]:
                         self.uses[carry].remove(passed)  # else it is returned by another name
 
+    def _drop_unused(self) -> set[int]:
+        """Takes values of which nothing comes from the uses of others; returns them."""
+        single = {first for first, count in self.tags.values() if count == 1}
+        unused = set[int]()
+        for v in reversed(range(len(self.sizes))):
+            if self.uses[v] or v not in single or self.op_of[v] in _NOT_DROPPED:
+                continue
+            unused.add(v)
+            for i in set(self.operands[v]):
+                self.uses[i] = [use for use in self.uses[i] if use[1] != v]
+        return unused
+
     def is_fill(self, v: int) -> bool:
         """Whether a value is a constant that fills an array, or counts."""
         if self.op_of[v] in ("stablehlo.constant", "sdy.constant", "stablehlo.iota"):
             return True
-        passes = {"stablehlo.broadcast_in_dim", "stablehlo.convert", *RENAMES}
+        passes = {BROADCAST, "stablehlo.convert", *RENAMES}
         return self.op_of[v] in passes and self.is_fill(self.operands[v][0])
 
-    def _unchanged(self, v: int) -> int:
+    def fill(self, v: int) -> str:
+        """What a constant fills an array with, as MLIR writes it; "" where none does."""
+        passes = {BROADCAST, *RENAMES}
+        while self.op_of[v] in passes:
+            v = self.operands[v][0]
+        return self._literals.get(v, "")
+
+    def unchanged(self, v: int) -> int:
         """The value that constraints and reshapes only give another name."""
         while (source := self.source(v)) >= 0 and self.op_of[v] != UPDATE:
             v = source
@@ -425,7 +453,7 @@ class Operations:
             or name in stablehlo.SENDS
             or name
             in (
-                "stablehlo.broadcast_in_dim",
+                BROADCAST,
                 "stablehlo.iota",
                 "stablehlo.transpose",
                 "stablehlo.concatenate",

@@ -197,7 +197,7 @@ def make_subject(
       fixed_leaves, fixed_axes: (path, spec) and (logical axis, mesh axes) pairs on top of `fix`, as
         a plan file records them.
     """
-    analysis = analyse(program, target.lowering_platform)
+    analysis = analyse(program, target.lowering_platform, target.device_count)
     pinned, leaves = read_fix(fix, program, analysis.axes)
     single = {name for name, size in target.given if size == 1}
     pinned = tuple((axis, tuple(m for m in to if m not in single)) for axis, to in pinned)

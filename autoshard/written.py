@@ -5,6 +5,7 @@ what the constraints imply.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence, Set
 
 import jax
@@ -60,7 +61,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
         base,
         module=module,
         axes=dataclasses.replace(base.axes, sites={}),
-        kernels=read_kernels(module, count, {}, platform),
+        kernels=read_kernels(module, count, {}, platform, math.prod(size for _, size in mesh)),
         invariants=read_invariants(module),
         site_of_tag={},
         # Its constraints are part of the program here, and so is what they imply for its inputs.

@@ -28,6 +28,7 @@ LAYERS = (
     },
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips", "transposes"}
+    | {"library", "pooling"}
     | {
         "siting",
         "rewrite",

@@ -494,6 +494,9 @@ def _peak_of(kernels: KernelTable, local: np.ndarray, spikes: list[_Received]) -
     held = kernels.live_from >= 0
     np.add.at(change, kernels.live_from[held], sizes[held])
     np.add.at(change, live_to[held] + 1, -sizes[held])
+    for value, scale, first, last in kernels.scratch:
+        change[first] += scale * local[value]
+        change[last + 1] -= scale * local[value]
     for first, last, bytes_ in spikes:
         change[first] += bytes_
         change[min(last + 1, len(change) - 1)] -= bytes_
