@@ -23,7 +23,7 @@ saves its plan; `sample` draws, compiles and measures programs and pairs the pla
 them anew; `hand` pairs the plan with hand-written layouts; `report` prints, and writes
 summary.json, the plots and the page, always over all cases.
 After a change to the model of cost, `predict` asks both rungs anew for the programs of samples that
-are there; their measured times stay.
+are there, or rung 1 alone, which compiles nothing; their measured times stay.
 """
 
 import pathlib
@@ -52,6 +52,7 @@ _RETRY = flags.DEFINE_bool(
 _OUT = flags.DEFINE_string("out", "results/fidelity", "Folder of the results.")
 _RUN = flags.DEFINE_string("run", "runs/fidelity", "Folder of journals.")
 _PAGE = flags.DEFINE_string("page", "docs/fidelity.md", 'Page with the tables; "" for none.')
+_RUNG1 = flags.DEFINE_bool("rung1", False, "With --part=predict: rung 1 alone; rung 2's stay.")
 _HERE = flags.DEFINE_bool("here", False, "Run one part in this process; what the others are.")
 _LAYOUT = flags.DEFINE_string("layout", "", "With --part=hand --here: this layout alone.")
 
@@ -123,6 +124,7 @@ def _flags(task: Task, layout: str = "") -> list[str]:
     return [
         *(f"--{flag.name}={flag.value}" for flag in (_SCALE, _SEED, _ROUNDS, _LIMIT, _OUT, _RUN)),
         f"--short={_SHORT.value}",
+        f"--rung1={_RUNG1.value}",
         f"--part={task.part}",
         f"--case={task.case}",
         f"--devices={task.devices}",
@@ -175,7 +177,14 @@ def _run_here(task: Task, store: Store) -> None:
             return
         if task.part == "predict":
             predicting.run(
-                task, case, store, scale=scale, seed=seed, budget=budget, callbacks=(show,)
+                task,
+                case,
+                store,
+                scale=scale,
+                seed=seed,
+                budget=budget,
+                compiles=not _RUNG1.value,
+                callbacks=(show,),
             )
             return
         settings = measuring.Settings(rounds=_ROUNDS.value, pair_limit_s=limit_s, size=size)

@@ -7,7 +7,7 @@ this one in proportion, and kept apart (`borrowed`).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.budget import Budget, Callback
@@ -32,11 +32,15 @@ def run(
     scale: str,
     seed: int,
     budget: Budget,
+    compiles: bool = True,
     callbacks: Sequence[Callback] = (),
 ) -> None:
     """Puts today's predictions into the result of the sample part; all else in it stays.
 
     Groups stay too: "top" are the best of the rung 1 that drew the sample.
+
+    Args:
+      compiles: asks rung 2, too. Else what it said stays, and `predicted` keeps by which revision.
 
     Raises:
       OtherProgramsError: see `reopened`.
@@ -61,13 +65,14 @@ def run(
             callbacks=callbacks,
         )
         ran = [i for i, program in enumerate(programs) if program["samples_s"]]
-        compiling = Compiling(ledger, None)
-        with compiling.opened():
-            compiling.compile(ran, 1.0)
+        if compiles:
+            compiling = Compiling(ledger, None)
+            with compiling.opened():
+                compiling.compile(ran, 1.0)
     unsaid = {
         programs[i]["name"]: said
         for i in ran
-        for said in (ledger.rows[i].propagated, ledger.rows[i].compiled)
+        for said in (ledger.rows[i].propagated, *[ledger.rows[i].compiled] * compiles)
         if not isinstance(said, Estimate)
     }
     if unsaid:
@@ -78,13 +83,15 @@ def run(
         )
     for i in ran:
         programs[i]["rung1"] = rung_to_json(ledger.rows[i].propagated)
-        programs[i]["rung2"] = rung_to_json(ledger.rows[i].compiled)
+        if compiles:
+            programs[i]["rung2"] = rung_to_json(ledger.rows[i].compiled)
     if others := borrowed(figures, ledger.constants):
         figures["borrowed"] = others
     figures |= {
         "constants_digest": ledger.constants.digest,
         "predicted": {
             "model_revision": MODEL_REVISION,
+            **({} if compiles else {"rung2": _rung2_said(figures)}),
             **{
                 key: value
                 for key, value in provenance(task, case, scale, seed).items()
@@ -93,3 +100,9 @@ def run(
         },
     }
     write(path, figures)
+
+
+def _rung2_said(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """By which revision rung 2 predicted a sample, with which versions, and when."""
+    said = figures.get("predicted", figures)
+    return said.get("rung2") or {k: said[k] for k in ("model_revision", "versions", "date")}

@@ -441,6 +441,19 @@ def test_a_case_goes_through_search_sample_and_report(
             assert after[rung]["time_s"] == pytest.approx(before[rung]["time_s"])
             assert after[rung]["peak_memory_bytes"] == before[rung]["peak_memory_bytes"]
 
+    # Rung 1 alone compiles nothing; what rung 2 said stays, with the revision that said it.
+    older = {**anew, "predicted": {**anew["predicted"], "model_revision": 7}}
+    wrong = [{**program, "rung1": {"time_s": 1.0}} for program in anew["programs"]]
+    store.write(path, {**older, "programs": wrong})
+    with monkeypatch.context() as patch:
+        patch.setattr(predicting, "Compiling", None)
+        predicting.run(task, case, kept, compiles=False, **options)
+        predicting.run(task, case, kept, compiles=False, **options)
+    alone = store.read(path)
+    assert alone is not None and alone["programs"] == anew["programs"]
+    assert alone["predicted"]["model_revision"] == MODEL_REVISION
+    assert alone["predicted"]["rung2"]["model_revision"] == 7
+
     # The constants are the sample's, and this machine's where it has none: those are kept apart.
     constants = {**anew["constants"], "contract_flops_per_s": 1.0}
     del constants["folds_sums"]
