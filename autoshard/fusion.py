@@ -50,7 +50,8 @@ Asked of XLA:CPU (jax 0.10.2 and 0.12.0.1, 2026-11-24) with one small program fo
 _EXPENSIVE_ON_CPU = _EXPENSIVE | {"stablehlo.divide"}
 _EXPENSIVE_ELSEWHERE = _EXPENSIVE | {"stablehlo.cosine", "stablehlo.sine", "stablehlo.tan"}
 _MOST_COPIES = 15  # kAllowedCodeDuplication (xla/service/fusion_node_indexing_evaluation.cc)
-_REPEATED = FREE | {BROADCAST, "stablehlo.convert", "stablehlo.iota"}
+_CONVERT = "stablehlo.convert"
+_REPEATED = FREE | {BROADCAST, _CONVERT, "stablehlo.iota"}
 """Operations that are computed wherever they are needed."""
 _PRODUCT = "stablehlo.dot_general"
 COPYING = frozenset({_PRODUCT, "stablehlo.convolution"})
@@ -341,8 +342,11 @@ class Fusion:
         if name in _REPEATED:
             if any(u in BORDERS or u.endswith("return") for u in uses):
                 return True
-            shared = len(libraries) > 1 and not ops.is_fill(v)
-            return shared and name == BROADCAST and self._library.is_large(v)
+            if set(libraries) == {NONE} or ops.is_fill(v) or not self._library.is_large(v):
+                return False
+            if name == BROADCAST:
+                return len(libraries) > 1
+            return name == _CONVERT and not self._library.takes(v) and not self._is_spread(v)
         if any((u in HEAVY or u.endswith("return")) and u != "stablehlo.reduce" for u in uses):
             return True
         if set(libraries) != {NONE}:
@@ -350,6 +354,12 @@ class Fusion:
         if len(asked) < 2:
             return False
         return self._is_expensive(v) or (self._by_cost and self._reads_more(v, len(asked)))
+
+    def _is_spread(self, v: int) -> bool:
+        """Whether a value is converted from a broadcast: XLA converts before it spreads."""
+        while self._ops.op_of[v] == _CONVERT:
+            v = self._ops.unchanged(self._ops.operands[v][0])
+        return self._ops.op_of[v] == BROADCAST
 
     def _is_expensive(self, v: int) -> bool:
         """Whether a value is computed once and written where several kernels need it."""

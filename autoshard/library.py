@@ -17,7 +17,7 @@ _KEPT_APART = MOVES | frozenset(
         "compare",
         "cosine",
         "remainder",
-        "round_nearest_even",
+        "round_nearest_afz",
         "select",
         "sine",
         "tan",
@@ -25,8 +25,11 @@ _KEPT_APART = MOVES | frozenset(
 )
 """Operations that the library does not take along.
 
-Of 28 functions asked with jax 0.10.2 and 0.12.0.1 (2026-11-24), and 36 with 0.10.2 (2026-11-28).
+Of 28 functions asked with jax 0.10.2 and 0.12.0.1 (2026-11-24, 2026-11-28), and 36 with 0.10.2; the
+library of 0.12.0.1 takes cosines, sines and tangents along.
 """
+_CONVERTED = frozenset({"bf16", "f32", "i8"})
+"""What the library converts from and to: not f16, i1 nor i32 (both versions, 2026-11-28)."""
 _LEAST = tuple(f"dense<{x}>" for x in ("0xFF800000", "0xFF80", "0xFC00", "0xFFF0000000000000"))
 """Minus infinity, as MLIR writes it of f32, bf16, f16 and f64."""
 _ENOUGH = 4096  # elements; kMinElements (xla/backends/cpu/ynn_support.cc)
@@ -60,10 +63,11 @@ class Library:
                 self.kernel[one] = chain[-1] if ends == NONE else ends
 
     def reduces(self, v: int) -> bool:
-        """Whether a value is what an array is reduced to: one result, of one array."""
+        """Whether a value is one that an array is reduced to, and no integers."""
         ops = self._ops
-        reduces = ops.op_of[v] == "stablehlo.reduce" and len(ops.operands[v]) == 2
-        return self._exists and reduces and v not in ops.unused
+        if not self._exists or ops.op_of[v] != "stablehlo.reduce" or v in ops.unused:
+            return False
+        return len(ops.operands[v]) == 2 and not ops.element_of[v].startswith("i")
 
     def needed_by(self, v: int) -> set[int]:
         """The kernels of the library that need a value, NONE for all other kernels."""
@@ -84,7 +88,10 @@ class Library:
 
     def takes(self, v: int) -> bool:
         """Whether the library takes an operation along with a reduction."""
-        name = self._ops.op_of[v]
+        ops = self._ops
+        name = ops.op_of[v]
+        if name == "stablehlo.convert":
+            return {ops.element_of[v], ops.element_of[ops.operands[v][0]]} <= _CONVERTED
         return name != "" and name not in HEAVY and name not in FREE and name not in _KEPT_APART
 
     def is_large(self, v: int) -> bool:

@@ -121,6 +121,7 @@ class Operations:
     Attributes:
       sizes, elements: bytes and elements of each value on one device if nothing is sharded.
       dims: the extents of each of them.
+      element_of: what each of them is made of, as MLIR writes it, such as `bf16`; "" for tokens.
       parents: for a constraint's value the value it constrains, else -1.
       op_of: the operation that makes a value, "" for arguments.
       operands: of that operation, by number.
@@ -154,6 +155,7 @@ class Operations:
         self.sizes: list[float] = []
         self.elements: list[float] = []
         self.dims: list[tuple[int, ...]] = []
+        self.element_of: list[str] = []
         self.parents: list[int] = []
         self.op_of: list[str] = []
         self.operands: list[list[int]] = []
@@ -211,6 +213,7 @@ class Operations:
         count = float(math.prod(dims))
         self.elements.append(count)
         self.dims.append(tuple(dims))
+        self.element_of.append(stablehlo.dtype_of(value) if bits else "")
         self.sizes.append(count * bits / 8)
         self.parents.append(parent)
         self.op_of.append(op)

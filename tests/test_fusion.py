@@ -110,6 +110,12 @@ def weighed(scores, above):  # type: ignore[no-untyped-def]
     return jax.vjp(lambda x: jax.nn.softmax(x, -1), scores)[1](above)[0]
 
 
+def spread(mask, x):  # type: ignore[no-untyped-def]
+    """A mask of fewer elements, as numbers of an array's shape."""
+    return jnp.broadcast_to(mask[:, None], x.shape).astype(jnp.int32).astype(x.dtype)
+
+
+AWAY = jax.lax.RoundingMethod.AWAY_FROM_ZERO
 LIBRARY: dict[str, Callable[..., Any]] = {
     "softmax": lambda x, y: jax.nn.softmax(x, -1),
     "softmax of a product, for a product": attended,
@@ -118,7 +124,13 @@ LIBRARY: dict[str, Callable[..., Any]] = {
     "logarithm of a sum": lambda x, y: jax.nn.logsumexp(x, -1),
     "normalized": lambda x, y: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) + y,
     "added to all": lambda x, y: jnp.exp(x + jnp.sum(x, 0, keepdims=True)) * y,
-    "added to all, and turned": lambda x, y: jnp.sin(x + jnp.sum(x, 0, keepdims=True)) * y,
+    "added to all, and its root": lambda x, y: jnp.cbrt(x + jnp.sum(x, 0, keepdims=True)) * y,
+    "to even, and summed": lambda x, y: jnp.sum(jnp.round(x * y + 1), 0),
+    "away from zero, and summed": lambda x, y: jnp.sum(jax.lax.round(x * y, AWAY), 0),
+    "whole, and summed": lambda x, y: jnp.sum((x * y).astype(jnp.int32).astype(jnp.float32), 0),
+    "counted": lambda x, y: jnp.sum(x * y > 1, 0),
+    "masked, and summed": lambda x, y: jnp.sum(spread(x[:, 0] > 1, x) * y, 0),
+    "of fewer bits": lambda x, y: jnp.sum((x * y).astype(jnp.bfloat16).astype(jnp.float32), 0),
     "divided by a sum": lambda x, y: x / jnp.sum(x, -1, keepdims=True) + y,
 }
 """Of two arrays, around reductions that give fewer elements than XLA:CPU hands to its library."""
