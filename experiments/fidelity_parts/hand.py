@@ -35,7 +35,7 @@ def run(
     limit_s: float,
     start: Callable[[str], str],
 ) -> None:
-    """Has every layout compared that is not yet, and writes what came of it.
+    """Has every layout compared that is not yet, and writes what came of each as it comes.
 
     A comparison is kept if it was of the same plan and seed, of enough processes, and if it was
     decided or had as much time: an earlier result with undecided ones goes on with a larger limit.
@@ -64,20 +64,22 @@ def run(
     # Rows did not say it themselves before docs/decisions/0045.
     of_all = {name: kept[name] for name in ("machine", "versions") if name in kept}
     before = {row["layout"]: of_all | row for row in kept.get("rows", ())}
-    rows = []
-    for name in steps.hand_steps(case, task.devices):
+    layouts = list(steps.hand_steps(case, task.devices))
+    rows: dict[str, dict[str, Any]] = {}
+    for name in layouts:
         file = row_file(store, task, name)
         begun, row = read(file), before.get(name)
         if begun and not stands(begun):
             file.unlink()
         if begun or row is None or not stands(row) or pairs.is_open(row):
             row = _asked(file, name, start)
-        rows.append(row)
-    figures["lost"] = sum("why" in row for row in rows)
-    figures["undecided"] = sum(row["verdict"] == "undecided" for row in rows)
-    write(store.result(task), {**figures, "rows": rows})
-    for name in steps.hand_steps(case, task.devices):
-        row_file(store, task, name).unlink(missing_ok=True)  # the result holds them now
+        rows[name] = row
+        later = [before[n] for n in layouts if n in before and n not in rows and stands(before[n])]
+        so_far = [*rows.values(), *later]
+        figures["lost"] = sum("why" in row for row in so_far)
+        figures["undecided"] = sum(row["verdict"] == "undecided" for row in so_far)
+        write(store.result(task), {**figures, "rows": so_far})
+        file.unlink(missing_ok=True)  # the result holds it now
 
 
 def _asked(file: pathlib.Path, layout: str, start: Callable[[str], str]) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def _asked(file: pathlib.Path, layout: str, start: Callable[[str], str]) -> dict
 
 
 def row_file(store: Store, task: Task, layout: str) -> pathlib.Path:
-    """Where the comparison with one layout is kept until all are done."""
+    """Where the comparison with one layout is kept until it is done."""
     return store.run_folder(task) / "hand" / (re.sub(r"\W+", "_", layout) + ".json")
 
 

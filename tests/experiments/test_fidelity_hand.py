@@ -31,7 +31,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[
 
     Those named `good` leave or add to a row, of this ratio in every process. Where the limit is
     below 10 seconds it is not decided, by as many as are ever asked. The `dies`-th process leaves
-    nothing.
+    nothing, the `stops`-th never starts.
     """
     store.write(kept.plan(HAND), {"candidate": {"layout": "the first"}})
     monkeypatch.setattr(hand.steps, "hand_steps", lambda case, n: dict.fromkeys(layouts("tiny", n)))
@@ -42,11 +42,14 @@ def by_hand(monkeypatch: pytest.MonkeyPatch, kept: Store) -> Callable[..., list[
         seed: int = 0,
         ratio: float = 0.9,
         dies: int | None = None,
+        stops: int | None = None,
     ) -> list[str]:
         started: list[str] = []
 
         def start(layout: str) -> str:
             started.append(layout)
+            if len(started) == stops:
+                raise KeyboardInterrupt
             if layout in good and len(started) != dies:
                 before = store.read(hand.row_file(kept, HAND, layout)) or {}
                 row = {
@@ -84,6 +87,26 @@ def test_a_hand_layout_without_result_is_undecided_and_the_others_are_kept(
     row = report.hand_row(found)
     assert row is not None and (row["count"], row["met"], row["undecided"]) == (2, 1, 1)
     assert by_hand(["fsdp 1x2"]) == ["fsdp 1x2"]  # the other is there
+
+
+def test_what_was_compared_before_a_stop_is_in_the_result(
+    by_hand: Callable[..., list[str]], kept: Store
+) -> None:
+    both = ["fsdp 1x2", "data parallel"]
+    with pytest.raises(KeyboardInterrupt):
+        by_hand(both, stops=2)
+    found = store.read(kept.result(HAND))
+    assert found is not None
+    assert [row["layout"] for row in found["rows"]] == ["fsdp 1x2"]
+    assert missing(kept, retry=False) == [HAND]
+    assert by_hand(both) == ["data parallel"]
+    assert missing(kept, retry=True) == []
+
+    with pytest.raises(KeyboardInterrupt):
+        by_hand(both, seed=1, stops=2)  # what is of another seed is not kept beside it
+    found = store.read(kept.result(HAND))
+    assert found is not None
+    assert [(row["layout"], row["seed"]) for row in found["rows"]] == [("fsdp 1x2", 1)]
 
 
 def test_a_plan_that_an_older_version_wrote_is_the_same_in_other_words() -> None:
