@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from jaxlib.mlir import ir
 
+from autoshard.compat.divided_convolutions import CONVOLUTION, bring_as_xla
 from autoshard.compat.factor_rules import bind_rules, is_given
 from autoshard.compat.judged import Judged, read
 from autoshard.compat.lookups import LOOKUPS, keep_tables
@@ -44,6 +45,8 @@ def propagate(
     if names & LOOKUPS:
         keep_tables(operations, sizes, attributes)
     keep_sums(operations, attributes)
+    if CONVOLUTION in names:
+        bring_as_xla(operations, sizes, attributes)
     if any(is_given(name) for name in names):
         bind_rules(operations, attributes)
     run_passes(module, _RESHARD)
