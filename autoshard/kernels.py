@@ -137,6 +137,7 @@ class KernelTable:
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
         a constraint count where a layout makes it another array than what it constrains.
       scratch: what is needed beside the values.
+      copied: (result, operand) of products and convolutions that need the operand in another order.
       ends: tag of a loop -> position of the last operation of its body.
       trips: tag -> executions of its operation in a step.
       operands: tags of products and convolutions with the values they take.
@@ -178,6 +179,7 @@ class KernelTable:
     live_from: np.ndarray
     live_to: np.ndarray
     scratch: tuple[Scratch, ...]
+    copied: frozenset[tuple[int, int]]
     positions: dict[int, int]
     ends: dict[int, int]
     length: int
@@ -229,6 +231,7 @@ def _table(ops: Operations, state_count: int, parts: int) -> KernelTable:
     transposed: list[Transposed] = []
     summed: list[tuple[int, int]] = []
     scratch: list[Scratch] = []
+    copies = set[tuple[int, int]]()
     touches: list[list[int]] = [[] for _ in range(n)]
     for v in range(n):
         if not written[v] or ops.op_of[v] in _NO_KERNELS:
@@ -253,6 +256,8 @@ def _table(ops: Operations, state_count: int, parts: int) -> KernelTable:
             reads = {operands[1]: 2.0} if len(operands) > 1 else {}
         copied = _copied_early(ops, fusion, v, turned)
         scratch += copied.values()
+        if ops.platform == "cpu" and ops.op_of[v] in COPYING:
+            copies |= {(v, t.value) for t in turned}
         read_kernel += [k] * len(reads)
         read_value += reads.keys()
         read_scale += reads.values()
@@ -332,6 +337,7 @@ def _table(ops: Operations, state_count: int, parts: int) -> KernelTable:
         live_from=live_from,
         live_to=live_to,
         scratch=tuple(scratch),
+        copied=frozenset(copies),
         positions=ops.positions,
         ends=ops.ends,
         length=ops.length + 2,

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -112,6 +112,7 @@ class Propagator:
         divided = np.full(n, np.inf if judged else 1.0)
         contracted = {}
         regathered: dict[int, float] = {}
+        copies: list[_Received] = []
         collectives: list[Collective] = []
         communication: list[Communication] = []
         halos: list[Reaching] = []
@@ -140,6 +141,7 @@ class Propagator:
                 if tag in kernels.tags
             }
             regathered = self._regathered(judged, sizes, divided)
+            copies = self._copied_whole(judged, sizes, divided)
             communication = self._placed(judged, cost.constants)
             collectives = self._collectives(communication, judged, sizes, cost.constants)
             halos = self._halos(judged, sizes, kernels.value_bytes / divided)
@@ -173,7 +175,7 @@ class Propagator:
         rows, patches = self._rows_and_patches(judged, sizes, moves, cost.constants)
         alive = np.isfinite(ways_of_kernel)
         trips = np.where(alive, kernels.kernel_trips, 0.0)
-        received = self._received(communication, halos, cost.constants)
+        received = self._received(communication, halos, cost.constants) + copies
         block = _peak_of(kernels, local, received)
         arguments = [local[v] for v in kernels.argument_values]
         peak = sum(arguments) + block
@@ -334,17 +336,36 @@ class Propagator:
         self, judged: Judged, sizes: dict[str, int], divided: np.ndarray
     ) -> dict[int, float]:
         """By the value it makes, what a product reads beyond what was made: gathered in between."""
+        found: dict[int, float] = {}
+        for tag, _, extra in self._gathered_operands(judged, sizes, divided):
+            made = self._analysis.kernels.tags[tag][0]
+            found[made] = found.get(made, 0.0) + extra
+        return found
+
+    def _gathered_operands(
+        self, judged: Judged, sizes: dict[str, int], divided: np.ndarray
+    ) -> Iterator[tuple[int, int, float]]:
+        """Tag and operand of products that read more of it than was made, and how many bytes."""
         kernels = self._analysis.kernels
-        found = {}
         for tag, operands in kernels.operands.items():
-            extra = 0.0
             for value, axes in zip(operands, judged.operands.get(tag, ()), strict=False):
                 read = ways(axes, sizes)
                 if read < divided[value] < math.inf:
-                    extra += kernels.value_bytes[value] * (1 / read - 1 / divided[value])
-            if extra:
-                found[kernels.tags[tag][0]] = extra
-        return found
+                    yield tag, value, kernels.value_bytes[value] * (1 / read - 1 / divided[value])
+
+    def _copied_whole(
+        self, judged: Judged, sizes: dict[str, int], divided: np.ndarray
+    ) -> list[_Received]:
+        """Copies of operands that were gathered and are needed in another order: beyond those of a
+        device's own part (`KernelTable.scratch`)."""
+        kernels = self._analysis.kernels
+        early = {(one.value, one.last): one.first for one in kernels.scratch}
+        copied = []
+        for tag, value, extra in self._gathered_operands(judged, sizes, divided):
+            if (kernels.tags[tag][0], value) in kernels.copied:
+                last = kernels.positions[tag]
+                copied.append(_Received(early.get((value, last), last), last, extra))
+        return copied
 
     def _trips_of(self, send: OwnSend, constants: Constants) -> float:
         """How often it is sent: of what a loop does not change once, where a compiler does so."""

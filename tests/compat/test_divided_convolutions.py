@@ -64,10 +64,7 @@ def laid_out(convolutions: int, compute: Rules, storage: Rules) -> tuple[Subject
     return of, of.space.layout(MESH, compute, storage)
 
 
-@pytest.mark.parametrize(("convolutions", "compute", "storage"), LAYOUTS)
-def test_operands_are_brought_and_multiplied_as_compiled(
-    convolutions: int, compute: Rules, storage: Rules
-) -> None:
+def both_rungs(convolutions: int, compute: Rules, storage: Rules) -> tuple[Estimate, Estimate]:
     of, layout = laid_out(convolutions, compute, storage)
     said = propagator(of.analysis).judge(of.space, layout, CPU)
     module = lower_step(of.analysis, of.space.specs(layout), target())
@@ -75,9 +72,26 @@ def test_operands_are_brought_and_multiplied_as_compiled(
     assert isinstance(result, CompileResult)
     compiled = estimate_of(module, result, CPU)
     assert isinstance(said, Estimate) and isinstance(compiled, Estimate)
+    return said, compiled
+
+
+@pytest.mark.parametrize(("convolutions", "compute", "storage"), LAYOUTS)
+def test_operands_are_brought_and_multiplied_as_compiled(
+    convolutions: int, compute: Rules, storage: Rules
+) -> None:
+    said, compiled = both_rungs(convolutions, compute, storage)
     assert sent(said.collectives) == sent(compiled.collectives)
     # A kernel gradient that is not whole would be a tenth or more of the step.
     assert said.flops == pytest.approx(compiled.flops, rel=0.05)
+
+
+@pytest.mark.parametrize(("convolutions", "compute", "storage"), LAYOUTS[-3:])
+def test_what_is_gathered_is_copied_whole(
+    convolutions: int, compute: Rules, storage: Rules
+) -> None:
+    said, compiled = both_rungs(convolutions, compute, storage)
+    beside = [one.peak_memory_bytes - one.state_bytes for one in (said, compiled)]
+    assert beside[0] == pytest.approx(beside[1], rel=0.1)
 
 
 @pytest.mark.deviceless
