@@ -28,6 +28,7 @@ are there, or rung 1 alone, which compiles nothing; their measured times stay.
 
 import pathlib
 import sys
+from typing import Any
 
 from absl import app, flags
 from rich.console import Console
@@ -170,34 +171,19 @@ def _run_here(task: Task, store: Store) -> None:
         return
     with progress_bar(Console()) as progress:
         show = show_on(progress)
+        given: dict[str, Any] = {
+            "scale": scale,
+            "seed": seed,
+            "budget": budget,
+            "callbacks": (show,),
+        }
         if task.part == "search":
-            searching.run(
-                task, case, store, scale=scale, seed=seed, budget=budget, callbacks=(show,)
-            )
-            return
-        if task.part == "predict":
-            predicting.run(
-                task,
-                case,
-                store,
-                scale=scale,
-                seed=seed,
-                budget=budget,
-                compiles=not _RUNG1.value,
-                callbacks=(show,),
-            )
-            return
-        settings = measuring.Settings(rounds=_ROUNDS.value, pair_limit_s=limit_s, size=size)
-        measuring.run(
-            task,
-            case,
-            store,
-            scale=scale,
-            seed=seed,
-            budget=budget,
-            settings=settings,
-            callbacks=(show,),
-        )
+            searching.run(task, case, store, **given)
+        elif task.part == "predict":
+            predicting.run(task, case, store, compiles=not _RUNG1.value, **given)
+        else:
+            settings = measuring.Settings(rounds=_ROUNDS.value, pair_limit_s=limit_s, size=size)
+            measuring.run(task, case, store, settings=settings, **given)
 
 
 def _report(store: Store, console: Console) -> None:
