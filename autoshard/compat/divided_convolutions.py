@@ -91,7 +91,8 @@ def _bring(op: Operation, sizes: Mapping[str, int], attributes: Attributes) -> N
     few, many = sorted((data, kernel), key=lambda one: _parts([one.given[one.summed]], sizes))
     least, most = (_parts([one.given[one.summed]], sizes) for one in (few, many))
     if not 1 < least < most:
-        _to(op, data, _as_the_result(data, sizes), attributes)
+        if not any(kernel.given[d] for d in kernel.space):  # else both are summed over it
+            _to(op, data, _as_the_result(data, sizes), attributes)
     elif not _names(many.given[many.summed]) & _names(few.given[few.free]):
         to_data, to_kernel = _gathered(data), _gathered(kernel)
         _to(op, data, to_data, attributes)
