@@ -31,13 +31,13 @@ def convolved(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
     return jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, "SAME", dimension_numbers=labels)
 
 
-def images(convolutions: int) -> Workload:
+def images(convolutions: int, stride: int = 2) -> Workload:
     """The rows of the images are an axis of their own: behind a stride of two there are others."""
 
     def loss(params, batch):  # type: ignore[no-untyped-def]
         found = batch["x"]
         for kernel in params:
-            found = jnp.sin(convolved(found, kernel, 2))
+            found = jnp.sin(convolved(found, kernel, stride))
         return jnp.mean(found**2)
 
     kernels = normal(0, 3, 3, 24, 32), normal(1, 3, 3, 32, 48)
@@ -58,14 +58,15 @@ LAYOUTS: list[tuple[int, Rules, Rules]] = [
 ]
 
 
-def laid_out(convolutions: int, compute: Rules, storage: Rules) -> tuple[Subject, Layout]:
-    of = analyse(images(convolutions))
+def laid_out(
+    convolutions: int, compute: Rules, storage: Rules, stride: int = 2
+) -> tuple[Subject, Layout]:
+    of = analyse(images(convolutions, stride))
     assert {*compute, *storage} <= {axis.name for axis in of.analysis.axes.axes}
     return of, of.space.layout(MESH, compute, storage)
 
 
-def both_rungs(convolutions: int, compute: Rules, storage: Rules) -> tuple[Estimate, Estimate]:
-    of, layout = laid_out(convolutions, compute, storage)
+def both_rungs(of: Subject, layout: Layout) -> tuple[Estimate, Estimate]:
     said = propagator(of.analysis).judge(of.space, layout, CPU)
     module = lower_step(of.analysis, of.space.specs(layout), target())
     result = compile_on(module, target().placed(module.mesh))
@@ -79,17 +80,25 @@ def both_rungs(convolutions: int, compute: Rules, storage: Rules) -> tuple[Estim
 def test_operands_are_brought_and_multiplied_as_compiled(
     convolutions: int, compute: Rules, storage: Rules
 ) -> None:
-    said, compiled = both_rungs(convolutions, compute, storage)
+    said, compiled = both_rungs(*laid_out(convolutions, compute, storage))
     assert sent(said.collectives) == sent(compiled.collectives)
     # A kernel gradient that is not whole would be a tenth or more of the step.
     assert said.flops == pytest.approx(compiled.flops, rel=0.05)
+
+
+def test_data_stay_where_both_are_summed_over_what_divides_them() -> None:
+    rows, read = "x[1]:16", "0[2]:24"
+    of, layout = laid_out(1, {"batch": ("x",), rows: ("y",)}, {read: ("z",)}, stride=1)
+    for said in both_rungs(of, layout):
+        assert ("collective_permute", "y") in sent(said.collectives)
+        assert ("all_gather", "y") not in sent(said.collectives)
 
 
 @pytest.mark.parametrize(("convolutions", "compute", "storage"), LAYOUTS[-3:])
 def test_what_is_gathered_is_copied_whole(
     convolutions: int, compute: Rules, storage: Rules
 ) -> None:
-    said, compiled = both_rungs(convolutions, compute, storage)
+    said, compiled = both_rungs(*laid_out(convolutions, compute, storage))
     beside = [one.peak_memory_bytes - one.state_bytes for one in (said, compiled)]
     assert beside[0] == pytest.approx(beside[1], rel=0.1)
 
