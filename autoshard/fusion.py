@@ -54,7 +54,7 @@ _CONVERT = "stablehlo.convert"
 _REPEATED = FREE | {BROADCAST, _CONVERT, "stablehlo.iota"}
 """Operations that are computed wherever they are needed."""
 _PRODUCT = "stablehlo.dot_general"
-COPYING = frozenset({_PRODUCT, "stablehlo.convolution"})
+_COPYING = frozenset({_PRODUCT, "stablehlo.convolution"})
 """Operations whose operands XLA:CPU copies where they lie in another order than it needs."""
 _NOWHERE = frozenset[int]()
 
@@ -132,10 +132,10 @@ class Fusion:
                 if operand not in parts:
                     heapq.heappush(waiting, -operand)
             self._ask(i, part, ops.operands[i], parts)
-        if ops.op_of[v] in COPYING and not self._by_cost:
+        if self.copies(v):
             turned = {self._plain(t.value) for t in transposed}
             for operand in list(reads):
-                if self._plain(operand) in turned and self._is_copied(self._plain(operand)):
+                if self._plain(operand) in turned and self._is_there(self._plain(operand)):
                     self._copy(operand, reads)
         if ops.op_of[v] == POOLED and not self._by_cost:
             self._look_up(v, reads)
@@ -167,6 +167,10 @@ class Fusion:
         ops = self._ops
         return ops.op_of[v] == UPDATE and self.written[self._plain(ops.operands[v][0])]
 
+    def copies(self, v: int) -> bool:
+        """Whether a kernel is one for which XLA:CPU copies operands that lie in another order."""
+        return not self._by_cost and self._ops.op_of[v] in _COPYING
+
     def ready(self, v: int) -> int:
         """From which position on all is there that the kernel of a value reads."""
         v = self._plain(v)
@@ -176,7 +180,7 @@ class Fusion:
     def is_copied(self, v: int) -> bool:
         """Whether what a product needs transposed is in memory as it is, too, while that runs."""
         made = self._plain(v)
-        return self._is_copied(made) and not self._is_duplicated(made)
+        return self._is_there(made) and not self._is_duplicated(made)
 
     def _copy(self, v: int, reads: dict[int, float]) -> None:
         """Adds to what a product reads what the copy of an operand does, and what it writes."""
@@ -230,7 +234,7 @@ class Fusion:
             v = ops.operands[v][0]
         return v
 
-    def _is_copied(self, v: int) -> bool:
+    def _is_there(self, v: int) -> bool:
         """Whether what a product needs transposed is in memory before, as others need it."""
         name = self._ops.op_of[v]
         if name == "" or name in HEAVY or self._handed(v) != NONE:
@@ -286,7 +290,7 @@ class Fusion:
                 return []
             (made,) = ops.operands[v]
             product = made if ops.op_of[made] == _PRODUCT else -1
-        copies = ops.op_of[v] in COPYING
+        copies = ops.op_of[v] in _COPYING
         return [
             Transposed(
                 value=value,

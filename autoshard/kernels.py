@@ -16,7 +16,7 @@ from autoshard.buffers import Loop, Values, assign, innermost
 from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
 from autoshard.compat.convolution import Convolution
-from autoshard.fusion import COPYING, Fusion, Transposed
+from autoshard.fusion import Fusion, Transposed
 from autoshard.operations import BORDERS, HEAVY, JOINS, UPDATE, Operations, OwnSend
 from autoshard.pooling import POOLED, places_kept
 
@@ -256,7 +256,7 @@ def _table(ops: Operations, state_count: int, parts: int) -> KernelTable:
             reads = {operands[1]: 2.0} if len(operands) > 1 else {}
         copied = _copied_early(ops, fusion, v, turned)
         scratch += copied.values()
-        if ops.platform == "cpu" and ops.op_of[v] in COPYING:
+        if fusion.copies(v):
             copies |= {(v, t.value) for t in turned}
         read_kernel += [k] * len(reads)
         read_value += reads.keys()
@@ -382,7 +382,7 @@ def _copied_early(
       v: what the product makes.
       transposed: what it transposes.
     """
-    if ops.platform != "cpu" or ops.op_of[v] not in COPYING:
+    if not fusion.copies(v):
         return {}
     found: dict[int, Scratch] = {}
     for turned in transposed:

@@ -54,7 +54,7 @@ class _Operand(NamedTuple):
       summed: the dimension of features that both have.
       space: those that windows go over.
       free: the dimension that the result has, too.
-      free_of_result, space_of_result: how propagation divided these of the result.
+      free_of_result: how propagation divided that of the result.
     """
 
     number: int
@@ -63,13 +63,11 @@ class _Operand(NamedTuple):
     space: Sequence[int]
     free: int
     free_of_result: tuple[str, ...]
-    space_of_result: Sequence[tuple[str, ...]]
 
 
 def _bring(op: Operation, sizes: Mapping[str, int], attributes: Attributes) -> None:
     numbers = dialect.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     given, by, made = (division(value) for value in (*op.operands, op.results[0]))
-    space = [made[d] for d in numbers.output_spatial_dimensions]
     data = _Operand(
         0,
         given,
@@ -77,7 +75,6 @@ def _bring(op: Operation, sizes: Mapping[str, int], attributes: Attributes) -> N
         numbers.input_spatial_dimensions,
         numbers.input_batch_dimension,
         made[numbers.output_batch_dimension],
-        space,
     )
     kernel = _Operand(
         1,
@@ -86,13 +83,13 @@ def _bring(op: Operation, sizes: Mapping[str, int], attributes: Attributes) -> N
         numbers.kernel_spatial_dimensions,
         numbers.kernel_output_feature_dimension,
         made[numbers.output_feature_dimension],
-        space,
     )
     few, many = sorted((data, kernel), key=lambda one: _parts([one.given[one.summed]], sizes))
     least, most = (_parts([one.given[one.summed]], sizes) for one in (few, many))
     if not 1 < least < most:
         if not any(kernel.given[d] for d in kernel.space):  # else both are summed over it
-            _to(op, data, _as_the_result(data, sizes), attributes)
+            space = [made[d] for d in numbers.output_spatial_dimensions]
+            _to(op, data, _as_the_result(data, space, sizes), attributes)
     elif not _names(many.given[many.summed]) & _names(few.given[few.free]):
         to_data, to_kernel = _gathered(data), _gathered(kernel)
         _to(op, data, to_data, attributes)
@@ -115,11 +112,13 @@ def _gathered(one: _Operand) -> Division:
     return tuple(to)
 
 
-def _as_the_result(data: _Operand, sizes: Mapping[str, int]) -> Division:
+def _as_the_result(
+    data: _Operand, space: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+) -> Division:
     """Divided along batch and space as the result is, if that has as many parts there."""
     dims = (data.free, *data.space)
     to = list(data.given)
-    for d, axes in zip(dims, (data.free_of_result, *data.space_of_result), strict=True):
+    for d, axes in zip(dims, (data.free_of_result, *space), strict=True):
         to[d] = axes
     before, after = (_parts([of[d] for d in dims], sizes) for of in (data.given, to))
     used = [axis for divided in to for axis in divided]
