@@ -141,7 +141,7 @@ def _run_here(task: Task, store: Store) -> None:
     jax.config.update("jax_num_cpu_devices", task.devices)
 
     import autoshard
-    from experiments.fidelity_parts import hand, measuring, predicting, sampling, searching
+    from experiments.fidelity_parts import hand, measuring, opening, predicting, sampling, searching
     from experiments.progress import progress_bar, show_on
     from experiments.zoo.cases import case as case_of
 
@@ -182,7 +182,7 @@ def _run_here(task: Task, store: Store) -> None:
         elif task.part == "predict":
             predicting.run(task, case, store, compiles=not _RUNG1.value, **given)
         else:
-            settings = measuring.Settings(rounds=_ROUNDS.value, pair_limit_s=limit_s, size=size)
+            settings = opening.Settings(rounds=_ROUNDS.value, pair_limit_s=limit_s, size=size)
             measuring.run(task, case, store, settings=settings, **given)
 
 

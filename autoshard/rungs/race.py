@@ -164,6 +164,7 @@ def race(
     renew: Callable[[], object] | None = None,
     footprints: Mapping[str, Footprint] | None = None,
     memory_bytes: int | None = None,
+    on_round: Callable[[Sequence[Runner]], object] = lambda runners: None,
 ) -> RaceResult:
     """Races candidates until one is left, the leaders tie, or time is up.
 
@@ -179,6 +180,7 @@ def race(
       footprints, memory_bytes: what each candidate takes, and what there is on a device. Where all
         do not fit, each round runs them in blocks that do, with `settings.block_steps` steps a
         turn.
+      on_round: told after each round what there is by then, in the order of `names`.
     """
     lanes = {name: _Lane(name) for name in names}
     if len(lanes) != len(names):
@@ -186,7 +188,9 @@ def race(
     track = _Track(run, load, unload, footprints or {}, memory_bytes)
     rounds = itertools.count()
     try:
-        ended = _rounds(lanes, track, rounds, random.Random(seed), settings, should_stop, renew)
+        ended = _rounds(
+            lanes, track, rounds, random.Random(seed), settings, should_stop, renew, on_round
+        )
     except KeyboardInterrupt:
         ended = INTERRUPTED  # who asked goes on with what there is, and raises it again
     return RaceResult(
@@ -205,6 +209,7 @@ def _rounds(
     settings: RaceSettings,
     should_stop: Callable[[], bool],
     renew: Callable[[], object] | None,
+    on_round: Callable[[Sequence[Runner]], object],
 ) -> str:
     """Runs rounds, each with a number of its own, until the race has ended; how it did."""
     steps = 1
@@ -238,6 +243,7 @@ def _rounds(
         alive = [lane for lane in alive if lane.dropped is None]
         if ended:
             break
+        on_round([lane.frozen() for lane in lanes.values()])
         if alive:
             shortest = min(min(lane.samples_s) for lane in alive)
             steps = min(settings.max_steps, max(1, math.ceil(settings.min_turn_s / shortest)))

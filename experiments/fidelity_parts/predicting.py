@@ -15,7 +15,7 @@ from autoshard.cost import MODEL_REVISION
 from autoshard.driver.compiling import Compiling
 from autoshard.journal import opened
 from autoshard.trial import Estimate
-from experiments.fidelity_parts.measuring import rung_to_json
+from experiments.fidelity_parts.program_json import rung_to_json
 from experiments.fidelity_parts.reopening import borrowed, reopened
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, read, write
 

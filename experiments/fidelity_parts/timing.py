@@ -4,8 +4,9 @@ Unlike the race of a search, no program ever leaves: the slow ones are needed fo
 Programs run in a child process of their own, not in the one that searched.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
@@ -46,6 +47,8 @@ def in_rounds(
     rounds: int,
     seed: int,
     memory_bytes: int,
+    begun: Mapping[str, Runner] | None = None,
+    keep: Callable[[Mapping[str, Runner]], None] = lambda ran: None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Runner]:
     """Runs every program once in each round, in a fresh random order; all samples are kept.
@@ -58,6 +61,9 @@ def in_rounds(
       held: what each program holds on a device between its turns, bytes. Where not all fit at once,
         a round runs them in blocks, with three steps a turn.
       memory_bytes: what all of them may hold on a device at once.
+      begun: the rounds that are over already, of all these programs; they count, and their samples
+        come first.
+      keep: given after each round what there is by then, of earlier rounds too.
 
     Returns:
       One entry for each program; those that failed say why.
@@ -65,34 +71,49 @@ def in_rounds(
     Raises:
       MeasuringError: the rounds came to an end early, for want of a process to run them in.
     """
-    on_progress(f"running {len(programs)} programs in {rounds} rounds")
-    begun = 0
+    earlier = dict(begun or {})
+    first = 1 + max((r for runner in earlier.values() for r in runner.rounds), default=-1)
+    on_progress(f"running {len(programs)} programs in {rounds - first} rounds")
+    number = first
 
     def progress() -> bool:
-        nonlocal begun
-        begun += 1
-        on_progress(f"round {begun} of {rounds}")
+        nonlocal number
+        number += 1
+        on_progress(f"round {number} of {rounds}")
         return False
+
+    def together(runners: Sequence[Runner]) -> dict[str, Runner]:
+        return {one.name: _joined(earlier.get(one.name), one, first) for one in runners}
 
     result = race(
         list(programs),
         bench.run,
-        seed=seed,
+        seed=seed + first,
         # Nobody is judged before the last round is over, so nobody is dropped.
-        settings=RaceSettings(max_rounds=rounds, min_rounds=rounds + 1, hopeless=math.inf),
+        settings=RaceSettings(max_rounds=rounds - first, min_rounds=rounds + 1, hopeless=math.inf),
         should_stop=progress,
         load=lambda name: bench.load(name, programs[name]),
         unload=bench.unload,
         renew=bench.renew,
         footprints={name: Footprint(held=size) for name, size in held.items()},
         memory_bytes=memory_bytes,
+        on_round=lambda runners: keep(together(runners)),
     )
     if result.ended == INTERRUPTED:
         raise KeyboardInterrupt
     if programs and result.ended not in COMPLETE:
-        raise MeasuringError(f"after {begun - 1} of {rounds} rounds: {result.ended}")
-    ran = {runner.name: runner for runner in result.runners}
-    return {name: ran[name] for name in programs}
+        raise MeasuringError(f"after {number - 1} of {rounds} rounds: {result.ended}")
+    return together(result.runners)
+
+
+def _joined(earlier: Runner | None, later: Runner, first: int) -> Runner:
+    """The rounds of both, the later ones numbered from `first` on."""
+    rounds = tuple(first + number for number in later.rounds)
+    if earlier is not None:
+        rounds, samples_s = earlier.rounds + rounds, earlier.samples_s + later.samples_s
+        later = dataclasses.replace(later, samples_s=samples_s)
+    dropped = None if later.dropped is None else first + later.dropped
+    return dataclasses.replace(later, rounds=rounds, dropped=dropped)
 
 
 def fresh_pair(

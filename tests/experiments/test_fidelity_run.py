@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -26,6 +27,7 @@ from autoshard.trial import Failure, Kind, Measurement, Stage
 from experiments import pairs
 from experiments.fidelity_parts import (
     measuring,
+    opening,
     predicting,
     reopening,
     report,
@@ -33,6 +35,7 @@ from experiments.fidelity_parts import (
     sampling,
     searching,
     store,
+    timing,
 )
 from experiments.fidelity_parts.store import Store, Task
 from tests.analysed import CONSTANTS
@@ -350,7 +353,7 @@ def test_a_case_goes_through_search_sample_and_report(
     assert not (kept.run_folder(task) / "search.jsonl").exists(), "it would answer the next search"
 
     task = Task(part="sample", case="tiny", devices=8)
-    settings = measuring.Settings(
+    settings = opening.Settings(
         rounds=2, pair_limit_s=0.01, size=sampling.Size(fitting=2, top=1, total=6, at_once=2)
     )
     monkeypatch.setattr(pairs, "_NEAR", 1e9)
@@ -365,7 +368,26 @@ def test_a_case_goes_through_search_sample_and_report(
         drawn.append(draws)
         return slow_today
 
-    monkeypatch.setattr(measuring, "calibrate", calibrate)
+    monkeypatch.setattr(opening, "calibrate", calibrate)
+    raced, asked_on_rounds = timing.race, itertools.count()
+
+    def raced_once(*of: Any, should_stop: Callable[[], bool], **more: Any) -> Any:
+        def stop() -> bool:
+            if next(asked_on_rounds) == 1:
+                raise KeyboardInterrupt
+            return should_stop()
+
+        return raced(*of, should_stop=stop, **more)
+
+    # Who stops it amid its rounds keeps those that are over, and their predictions.
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(timing, "race", raced_once)
+        measuring.run(task, case, kept, settings=settings, **options)
+    assert missing(kept, retry=False) == [task] and drawn == [settings.draws]
+    first = store.read(kept.run_folder(task) / "rounds.json")
+    assert first is not None
+    monkeypatch.setattr(sampling, "choose", None)
+    monkeypatch.setattr(opening, "calibrate", None)
     paired, asked = measuring._paired, list[object]()
 
     def stopped(*of: Any) -> dict[str, Any]:
@@ -383,6 +405,12 @@ def test_a_case_goes_through_search_sample_and_report(
         *("", "the sample was stopped", "the sample was stopped")
     ]
     assert missing(kept, retry=False) == [] and missing(kept, retry=True) == [task]
+    assert [one["rounds_before"] for one in left["resumed"]] == [1]
+    for before, after in zip(first["programs"], left["programs"], strict=True):
+        assert set(before["rounds"]) == {0} and set(after["rounds"]) == {0, 1}
+        assert after["samples_s"][: len(before["samples_s"])] == before["samples_s"]
+        assert all(after[name] == before[name] for name in ("candidate", "rung1", "rung2"))
+    assert not (kept.run_folder(task) / "rounds.json").exists()
     measuring.run(task, case, kept, settings=settings, **options)
     found = store.read(kept.result(task))
     assert found is not None and found["failed"] == ""
@@ -400,7 +428,7 @@ def test_a_case_goes_through_search_sample_and_report(
 
     # A pair that wants another process gets it; nothing else is measured again.
     monkeypatch.setattr(pairs, "_PROCESSES", (3, 3))
-    monkeypatch.setattr(measuring, "calibrate", None)
+    monkeypatch.setattr(opening, "calibrate", None)
     asked_on = json.loads(kept.result(task).read_text())
     asked_on["fresh"][1] = {"rival": asked_on["fresh"][1]["rival"], "failed": "it died"}
     store.write(kept.result(task), asked_on)
@@ -419,7 +447,7 @@ def test_a_case_goes_through_search_sample_and_report(
     other = TinyCase(width=128)
     kept.result(task).unlink()
     with pytest.raises(autoshard.PlanError, match=r"another model.*\n.*recorded"):
-        monkeypatch.setattr(measuring, "calibrate", calibrate)
+        monkeypatch.setattr(opening, "calibrate", calibrate)
         measuring.run(task, other, kept, settings=settings, **options)
     store.write(kept.result(task), found)
 
@@ -573,7 +601,7 @@ def test_a_process_that_fails_costs_its_own_pairs_alone(
         asked.clear()
         where: Any = SimpleNamespace(seed=seed)
         program: Any = None
-        return measuring._paired(where, program, program, measuring.Settings(), begun)
+        return measuring._paired(where, program, program, opening.Settings(), begun)
 
     some = paired()
     assert asked == [1, 2, 3] and some["why"] == "it died" and not some["failed"]

@@ -33,14 +33,9 @@ class FakeBench:
         return (self.seconds[name],) * steps
 
 
-def in_rounds(bench: Any, rounds: int) -> dict[str, Any]:
+def in_rounds(bench: Any, rounds: int, **more: Any) -> dict[str, Any]:
     return timing.in_rounds(
-        bench,
-        dict.fromkeys(bench.seconds),
-        {},
-        rounds=rounds,
-        seed=0,
-        memory_bytes=1,
+        bench, dict.fromkeys(bench.seconds), {}, rounds=rounds, seed=0, memory_bytes=1, **more
     )
 
 
@@ -110,6 +105,33 @@ def test_rounds_that_end_early_are_no_sample() -> None:
 
     with pytest.raises(timing.MeasuringError, match="after 3 of 6 rounds: no process"):
         in_rounds(Ending({"a": 0.1, "b": 0.2}, {}), 6)
+
+
+def test_rounds_go_on_where_they_were_stopped() -> None:
+    class Interrupted(FakeBench):
+        def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
+            if len(self.runs) == 3 + 4 * 3 + 1:  # after warm-ups and four rounds
+                raise KeyboardInterrupt
+            return super().run(name, steps)
+
+    kept: list[Any] = []
+    seconds = {"a": 0.1, "b": 0.2, "c": 0.3}
+    with pytest.raises(KeyboardInterrupt):
+        in_rounds(Interrupted(seconds, {"b": 4}), 6, keep=kept.append)
+    assert [[len(set(r.rounds)) for r in ran.values()] for ran in kept] == [
+        *([n, n, n] for n in (1, 2, 3)),
+        [4, 3, 4],  # who failed shows the rounds that it ran
+    ]
+    begun = {name: one for name, one in kept[-1].items() if name != "b"}
+    told: list[str] = []
+    bench: Any = FakeBench({"a": 0.1, "c": 0.3}, {"a": 2})
+    ran = in_rounds(bench, 6, begun=begun, keep=kept.append, on_progress=told.append)
+    assert told == ["running 2 programs in 2 rounds", "round 5 of 6", "round 6 of 6"]
+    assert ran == kept[-1]
+    assert ran["a"].rounds == (0, 1, 2, 3, 4) and ran["a"].dropped == 5
+    assert ran["c"].rounds == tuple(range(6)) and ran["c"].samples_s == (0.3,) * 6
+    none = in_rounds(FakeBench({"c": 0.3}, {"c": 0}), 6, begun={"c": ran["c"]})
+    assert none == {"c": ran["c"]}
 
 
 def test_fresh_pairs_take_the_bench_s_own_times() -> None:
