@@ -1,7 +1,7 @@
 """The kernels and buffers a step will have, before any layout: fusion, trip counts, live ranges.
 
 Read once from the flattened module. What a layout changes is how far each value is divided;
-`rungs.propagate` fills that in.
+`rungs.shares` fills that in.
 
 Not modelled: XLA's algebraic simplification, layout changes, and buffer reuse inside a kernel.
 """

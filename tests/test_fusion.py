@@ -16,7 +16,7 @@ from autoshard.compat.stablehlo import main_function
 from autoshard.fusion import Fusion
 from autoshard.kernels import KernelTable
 from autoshard.operations import Operations
-from autoshard.rungs import propagate
+from autoshard.rungs import live_memory
 from autoshard.workload import Workload
 from tests.analysed import analyse, baseline, judge, kernels_of, kernels_of_step, target
 from tests.programs import shaped
@@ -347,7 +347,7 @@ def test_what_four_slices_need_is_padded_once() -> None:
 
 def held(kernels: KernelTable) -> float:
     """Most bytes of temporaries where nothing is divided."""
-    return propagate._peak_of(kernels, kernels.value_bytes.astype(float), [])
+    return live_memory.peak_of(kernels, kernels.value_bytes.astype(float), [])
 
 
 def convolve(x, weight):  # type: ignore[no-untyped-def]

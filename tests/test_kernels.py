@@ -13,7 +13,7 @@ from autoshard.cost import CostModel
 from autoshard.driver import Subject
 from autoshard.kernels import KernelTable
 from autoshard.layout import Layout
-from autoshard.rungs import propagate
+from autoshard.rungs import live_memory
 from autoshard.workload import Workload
 from tests import programs
 from tests.analysed import (
@@ -320,10 +320,10 @@ def test_a_gathered_array_is_held_while_it_is_used() -> None:
         and table.live_from[table.buffer[table.parents[c]]] >= 0
     )
     parent = table.buffer[table.parents[constraint]]
-    sizes, live_to = propagate.buffers(table, local)
+    sizes, live_to = live_memory.buffers(table, local)
     assert sizes[constraint] == 0 and live_to[parent] >= live_to[constraint]
     local[constraint] *= 8
-    sizes, _ = propagate.buffers(table, local)
+    sizes, _ = live_memory.buffers(table, local)
     assert sizes[constraint] == table.value_bytes[constraint]
 
 

@@ -6,10 +6,14 @@ that is usual: `docs/decisions/0039-gathers-along-inner-dimensions.md`.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 from autoshard.cache_lines import Turn
 from autoshard.compat.judged import Communication
+from autoshard.cost import CostModel
 from autoshard.subaxes import ways
 
 
@@ -27,7 +31,39 @@ class Copy(NamedTuple):
     collided: float
 
 
-def copies_of(one: Communication, sizes: dict[str, int]) -> list[Copy]:
+def copying_s(
+    communication: Iterable[Communication],
+    trips: Mapping[int, float],
+    sizes: Mapping[str, int],
+    peak: float,
+    cost: CostModel,
+) -> float:
+    """Seconds of the copies that the gathers of a step need.
+
+    Args:
+      trips: executions of each block in a step.
+      peak: bytes of a device in the step.
+    """
+    if not cost.constants.gathers_outermost:
+        return 0.0
+    copies = [
+        (*copy, trips.get(one.block, 1.0))
+        for one in communication
+        for copy in copies_of(one, sizes)
+    ]
+    bytes_, transposed, collided, turns = np.array(copies).reshape(-1, 4).T
+    return cost.kernels_s(
+        np.zeros(len(copies)),
+        bytes_,
+        turns,
+        [""] * len(copies),
+        transposed=transposed,
+        collided=collided,
+        touched=np.full(len(copies), peak),
+    )
+
+
+def copies_of(one: Communication, sizes: Mapping[str, int]) -> list[Copy]:
     """The copies before and after each gather of a collective, one dimension after another."""
     extents = list(one.extents)
     found = []

@@ -1,6 +1,6 @@
 """What devices send each other, and copy, of convolutions whose places are divided (`halos`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from autoshard.convolutions import taps
 from autoshard.cost import CostModel
 from autoshard.halos import Reach, reach, reach_contracted
 from autoshard.kernels import ConvolvedKernel, KernelTable
+from autoshard.rungs.shares import Shares
 from autoshard.subaxes import ways
 from autoshard.trial import Collective
 
@@ -56,7 +57,7 @@ def halo_of(
     by: Division,
     made: Division,
     data_bytes: float,
-    sizes: dict[str, int],
+    sizes: Mapping[str, int],
 ) -> Halo:
     """The halo of a convolution; `NO_HALO` where no dimension of space is divided.
 
@@ -83,8 +84,31 @@ def halo_of(
     return Halo(tuple(sent), bytes_ if sent else 0.0, work)
 
 
+def reaching(shares: Shares) -> list[Reaching]:
+    """Convolutions of which a device needs more than its own part."""
+    found = []
+    for one in shares.kernels.convolutions:
+        data = shares.dims(one.data)
+        read = shares.judged.operands.get(one.tag, ()) if shares.judged else ()
+        if not any(data) or not read:
+            continue
+        halo = halo_of(
+            one.said,
+            data,
+            shares.dims(one.by),
+            shares.made_dims(one.tag),
+            float(shares.local[one.data]),
+            shares.sizes,
+        )
+        if read[0] != frozenset(m for dim in data for m in dim):  # gathered in between
+            halo = Halo((), 0.0, halo.work)
+        if halo != NO_HALO:
+            found.append(Reaching(one, halo))
+    return found
+
+
 def exchanged(
-    halos: Sequence[Reaching], kernels: KernelTable, sizes: dict[str, int]
+    halos: Sequence[Reaching], kernels: KernelTable, sizes: Mapping[str, int]
 ) -> list[Collective]:
     """What is sent for halos."""
     return [

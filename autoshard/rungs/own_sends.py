@@ -1,9 +1,33 @@
 """What the user's own manual regions (`shard_map`) send."""
 
+from autoshard.analysis import Analysis
+from autoshard.cost import Constants
 from autoshard.hlo.groups import groups_of_axes, partners_in_groups, partners_in_pairs
 from autoshard.layout import MeshShape
 from autoshard.operations import OwnSend
+from autoshard.rungs.shares import Shares
+from autoshard.subaxes import ways
 from autoshard.trial import Collective
+
+
+def own_collectives(analysis: Analysis, shares: Shares, constants: Constants) -> list[Collective]:
+    """Those of a step under one layout, but for branches that are not taken."""
+    judged, trips = shares.judged, analysis.kernels.trips
+    if judged is None:
+        return []
+    mesh = tuple(shares.sizes.items())
+    found = []
+    for send in analysis.kernels.sent:
+        parts = judged.shards.get(send.tag)
+        if not trips[send.tag] or not parts:
+            continue
+        # Of what a loop does not change it is sent once, where a compiler does so.
+        loop = None
+        if constants.moves_invariants:
+            loop = analysis.invariants.in_front_of(send.tag, send.origin)
+        often = trips[send.tag if loop is None else loop]
+        found.append(collective_of(send, mesh, often, ways(parts[0], shares.sizes)))
+    return [one for one in found if one is not None]
 
 
 def collective_of(sent: OwnSend, mesh: MeshShape, trips: float, parts: int) -> Collective | None:

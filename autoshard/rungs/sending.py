@@ -4,13 +4,15 @@ XLA's partitioner takes apart what Shardy's says in one (seen with jaxlib 0.10.2
 CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compilers-send-them.md).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from autoshard.compat.invariants import Invariants
 from autoshard.compat.judged import Communication, Sum
+from autoshard.compat.stablehlo import source_of
 from autoshard.cost import Constants
 from autoshard.subaxes import ways
+from autoshard.trial import Collective
 
 _Axes = tuple[str, ...]
 
@@ -40,8 +42,34 @@ def in_place(
     return found
 
 
+def collectives_of(
+    communication: Iterable[Communication],
+    trips: Mapping[int, float],
+    sizes: Mapping[str, int],
+    constants: Constants,
+) -> list[Collective]:
+    """What a compiler sends for the partitioner's collectives.
+
+    Args:
+      communication: `in_place`.
+      trips: executions of each block in a step.
+      sizes: of the mesh axes.
+    """
+    return [
+        Collective(
+            kind=kind,
+            group_size=ways(axes, sizes),
+            mesh_axes=axes,
+            bytes=int(bytes_),
+            count=int(trips.get(one.block, 1.0)),
+            source=source_of(one.location),
+        )
+        for one, (kind, axes, bytes_) in sent_in_step(communication, sizes, constants)
+    ]
+
+
 def sent_in_step(
-    communication: Iterable[Communication], sizes: dict[str, int], constants: Constants
+    communication: Iterable[Communication], sizes: Mapping[str, int], constants: Constants
 ) -> list[tuple[Communication, Sent]]:
     """Every collective of a step, with what the partitioner put for it.
 
@@ -57,7 +85,7 @@ def folded(one: Communication, constants: Constants) -> bool:
     return one.sum is not None and one.sum.added and constants.folds_sums
 
 
-def _sent(one: Communication, sizes: dict[str, int], constants: Constants) -> list[Sent]:
+def _sent(one: Communication, sizes: Mapping[str, int], constants: Constants) -> list[Sent]:
     """The collectives that a compiler makes of one, in order; none where it is folded."""
     if folded(one, constants):
         return []
@@ -69,7 +97,7 @@ def _sent(one: Communication, sizes: dict[str, int], constants: Constants) -> li
     return [Sent(kind, one.axes, max(one.before, one.after))]
 
 
-def _gathered(one: Communication, sizes: dict[str, int]) -> list[Sent]:
+def _gathered(one: Communication, sizes: Mapping[str, int]) -> list[Sent]:
     """One dimension after another, the last first."""
     found = []
     bytes_ = one.before
@@ -79,7 +107,9 @@ def _gathered(one: Communication, sizes: dict[str, int]) -> list[Sent]:
     return found
 
 
-def _summed(one: Communication, of: Sum, sizes: dict[str, int], constants: Constants) -> list[Sent]:
+def _summed(
+    one: Communication, of: Sum, sizes: Mapping[str, int], constants: Constants
+) -> list[Sent]:
     """A product is summed first over what its result is divided by afterwards, then the part that a
     device keeps over the rest. Other sums are reduced whole, unless that is all there is."""
     cut = tuple(axis for dim in of.cut for axis in dim)

@@ -12,7 +12,7 @@ from autoshard.cost import CostModel, MeshPrices
 from autoshard.hlo.work import Work
 from autoshard.rungs.compile import estimate_of
 from autoshard.rungs.compile_job import CompileResult
-from autoshard.rungs.propagate import _touched
+from autoshard.rungs.kernel_shares import _touched
 from autoshard.workload import Workload
 from tests import lowered
 from tests.analysed import CONSTANTS, analyse, baseline, kernels_of, propagator
