@@ -586,7 +586,7 @@ def test_predictions_are_made_anew_where_there_is_a_sample(kept: Store) -> None:
 def test_a_process_that_fails_costs_its_own_pairs_alone(
     kept: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "_bench", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(opening, "opened_bench", lambda *_: contextlib.nullcontext())
     asked: list[int] = []
 
     def fresh_pair(bench: object, *_: object, limit_s: float, seed: int) -> pairs.Comparison:
@@ -653,7 +653,7 @@ def test_a_search_that_fails_is_a_result(kept: Store) -> None:
     found = store.read(kept.result(task))
     assert found is not None and found["failed"] == "RuntimeError: no such model"
     sample = dataclasses.replace(task, part="sample")
-    measuring.run(sample, Broken(), kept, **options)
+    measuring.run(sample, Broken(), kept, settings=opening.Settings(), **options)
     said = store.read(kept.result(sample))
     assert said is not None and "no plan" in said["failed"]
     row = report.summarise(report.load(kept, ["tiny"], [8], none))["rows"][0]
