@@ -8,7 +8,7 @@ from autoshard.compat.divided_convolutions import CONVOLUTION, bring_as_xla
 from autoshard.compat.factor_rules import bind_rules, is_given
 from autoshard.compat.judged import Judged, read
 from autoshard.compat.lookups import LOOKUPS, keep_tables
-from autoshard.compat.products import keep_sums
+from autoshard.compat.products import divide_as_xla
 from autoshard.compat.shardings import Attributes, Dims, mesh_text, sharding_text
 from autoshard.compat.stablehlo import (
     TAG,
@@ -44,7 +44,7 @@ def propagate(
     operations = walk(main_function(module).regions[0].blocks[0])
     if names & LOOKUPS:
         keep_tables(operations, sizes, attributes)
-    keep_sums(operations, attributes)
+    divide_as_xla(operations, sizes, attributes)
     if CONVOLUTION in names:
         bring_as_xla(operations, sizes, attributes)
     if any(is_given(name) for name in names):

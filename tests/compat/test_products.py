@@ -1,4 +1,4 @@
-"""Products over few rows: rung 1 sums their gradients where the compiled program does."""
+"""Products: rung 1 sums, and gathers what they sum over, where the compiled program does."""
 
 import collections
 import pathlib
@@ -19,11 +19,13 @@ from tests.rungs.test_sending import CPU, MESH, compiled, compiled_elsewhere, ju
 
 ROWS, WIDTH, HIDDEN, OUT = 16, 128, 64, 96
 UP, INNER, DOWN = f"up[0]:{WIDTH}", f"up[1]:{HIDDEN}", f"down[1]:{OUT}"
-X, XY, XYZ, YZ = ("x",), ("x", "y"), ("x", "y", "z"), ("y", "z")
+X, Y, Z = ("x",), ("y",), ("z",)
+XY, XYZ, YZ = ("x", "y"), ("x", "y", "z"), ("y", "z")
 
 
-def few_rows() -> Workload:
-    """Activations are smaller than parameters: gathering them would send less than summing."""
+def two_products(rows: int = ROWS, out: int = OUT) -> Workload:
+    """Of few rows activations are smaller than parameters: to gather them would send less than to
+    sum."""
 
     def loss(params, batch):
         found = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
@@ -31,8 +33,8 @@ def few_rows() -> Workload:
 
     return train(
         loss,
-        lambda: {"up": normal(0, WIDTH, HIDDEN), "down": normal(1, HIDDEN, OUT)},
-        {"x": shaped(ROWS, WIDTH), "y": shaped(ROWS, OUT)},
+        lambda: {"up": normal(0, WIDTH, HIDDEN), "down": normal(1, HIDDEN, out)},
+        {"x": shaped(rows, WIDTH), "y": shaped(rows, out)},
     )
 
 
@@ -49,8 +51,8 @@ LAYOUTS = [
 ]
 
 
-def laid_out(compute: dict, storage: dict) -> tuple[Subject, Layout]:
-    of = analyse(few_rows())
+def laid_out(compute: dict, storage: dict, rows: int = ROWS) -> tuple[Subject, Layout]:
+    of = analyse(two_products(rows))
     return of, of.space.layout(MESH, compute, storage)
 
 
@@ -88,6 +90,58 @@ def test_gradients_over_few_rows_are_sums_as_compiled_elsewhere(
     predicted = judged(of, layout, cost_model(there))
     found = compiled_elsewhere(of, layout, there, tmp_path)
     if platform == "tpu":  # gathers f32 as bf16, and scatters no sum whose parts fill no tiles
+        assert unscattered(predicted) == unscattered(found)
+    else:
+        assert sent(predicted) == sent(found)
+
+
+# Propagation divides a gradient's features as the stored parameter, which is gathered for products.
+ONE_DIVIDED = [
+    ({}, {INNER: Y}),
+    ({}, {INNER: XYZ}),
+    ({}, {DOWN: Y}),
+    ({"batch": X}, {INNER: YZ}),
+    ({"batch": X}, {INNER: Y}),
+    ({"batch": XY}, {INNER: Z}),
+    ({"batch": XY}, {DOWN: Z}),
+    ({"batch": X}, {DOWN: YZ, INNER: Z}),
+]
+
+
+@pytest.mark.parametrize("rows", [ROWS, 512])
+@pytest.mark.parametrize(("compute", "storage"), ONE_DIVIDED)
+def test_what_one_operand_alone_divides_is_gathered_as_compiled_for_cpu(
+    compute: dict, storage: dict, rows: int
+) -> None:
+    of, layout = laid_out(compute, storage, rows)
+    assert sent(judged(of, layout, CPU)) == sent(compiled(of, layout))
+
+
+@pytest.mark.parametrize("out", [32, HIDDEN, OUT])
+@pytest.mark.parametrize("batch", [X, XY])
+def test_it_is_gathered_where_that_is_no_more_than_the_result(
+    out: int, batch: tuple[str, ...]
+) -> None:
+    of = analyse(two_products(out=out))
+    layout = of.space.layout(MESH, {"batch": batch}, {INNER: Z})
+    found = sent(compiled(of, layout))
+    assert sent(judged(of, layout, CPU)) == found
+    # or where some mesh axis divides neither operand
+    assert (("all_reduce", "z") in found) == (out < HIDDEN and batch == XY)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("platform", "name"), [("cuda", "h100:1x8"), ("tpu", "v5e:2x4")])
+@pytest.mark.parametrize(("compute", "storage"), ONE_DIVIDED)
+def test_what_one_operand_alone_divides_is_gathered_as_compiled_elsewhere(
+    platform: str, name: str, compute: dict, storage: dict, tmp_path: pathlib.Path
+) -> None:
+    needs(platform)
+    of, layout = laid_out(compute, storage, 512)
+    there = find_target(name)
+    predicted = judged(of, layout, cost_model(there))
+    found = compiled_elsewhere(of, layout, there, tmp_path)
+    if platform == "tpu":
         assert unscattered(predicted) == unscattered(found)
     else:
         assert sent(predicted) == sent(found)
