@@ -12,17 +12,16 @@ or more, XLA brings the data there before; Shardy may bring the result afterward
 What was asked says `docs/decisions/0056-convolutions-over-uneven-parts.md`.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as dialect
 
-from autoshard.compat.reshards import Division, bring_operand, division, make_result
+from autoshard.compat.reshards import Division, bring_operand, division, make_result, parts
 from autoshard.compat.shardings import Attributes
 from autoshard.compat.stablehlo import Operation
-from autoshard.subaxes import axis_name, ways
+from autoshard.subaxes import axis_name
 
 CONVOLUTION = "stablehlo.convolution"
 _GROUPS = ("batch_group_count", "feature_group_count")
@@ -84,8 +83,8 @@ def _bring(op: Operation, sizes: Mapping[str, int], attributes: Attributes) -> N
         numbers.kernel_output_feature_dimension,
         made[numbers.output_feature_dimension],
     )
-    few, many = sorted((data, kernel), key=lambda one: _parts([one.given[one.summed]], sizes))
-    least, most = (_parts([one.given[one.summed]], sizes) for one in (few, many))
+    few, many = sorted((data, kernel), key=lambda one: parts([one.given[one.summed]], sizes))
+    least, most = (parts([one.given[one.summed]], sizes) for one in (few, many))
     if not 1 < least < most:
         if not any(kernel.given[d] for d in kernel.space):  # else both are summed over it
             space = [made[d] for d in numbers.output_spatial_dimensions]
@@ -120,7 +119,7 @@ def _as_the_result(
     to = list(data.given)
     for d, axes in zip(dims, (data.free_of_result, *space), strict=True):
         to[d] = axes
-    before, after = (_parts([of[d] for d in dims], sizes) for of in (data.given, to))
+    before, after = (parts([of[d] for d in dims], sizes) for of in (data.given, to))
     used = [axis for divided in to for axis in divided]
     clash = len(used) != len(set(used))
     return data.given if after < max(before, 2) or clash else tuple(to)
@@ -134,7 +133,3 @@ def _to(op: Operation, one: _Operand, to: Division, attributes: Attributes) -> N
 
 def _names(axes: Iterable[str]) -> set[str]:
     return {axis_name(axis) for axis in axes}
-
-
-def _parts(divided: Iterable[Iterable[str]], sizes: Mapping[str, int]) -> int:
-    return math.prod(ways(axes, sizes) for axes in divided)

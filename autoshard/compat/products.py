@@ -14,15 +14,21 @@ by the other operand, and where no operand is divided over some mesh axis
 (`docs/decisions/0057-products-of-one-divided-operand.md`).
 """
 
-import math
 from collections.abc import Iterable, Mapping
 
 from jaxlib.mlir import ir
 
-from autoshard.compat.reshards import Division, bring_operand, division, make_result, without
+from autoshard.compat.reshards import (
+    Division,
+    bring_operand,
+    division,
+    make_result,
+    parts,
+    without,
+)
 from autoshard.compat.shardings import Attributes
 from autoshard.compat.stablehlo import Operation, bytes_of, in_manual, product_dimensions
-from autoshard.subaxes import axis_name, ways
+from autoshard.subaxes import axis_name
 
 
 def divide_as_xla(
@@ -66,7 +72,7 @@ def _gather(op: Operation, sizes: Mapping[str, int], attributes: Attributes) -> 
     if bool(along[0]) == bool(along[1]):
         return
     number = 0 if along[0] else 1
-    names = {axis_name(axis) for axis in along[number]}
+    names = _names([along[number]])
     made = division(op.results[0])
     to = tuple(() if d in dims[number][1] else axes for d, axes in enumerate(given[number]))
     batches, summed = dims[0]
@@ -89,4 +95,4 @@ def _names(divided: Iterable[Iterable[str]]) -> set[str]:
 
 def _local(value: ir.Value, divided: Division, sizes: Mapping[str, int]) -> float:
     """Bytes of it on a device."""
-    return bytes_of(value) / math.prod(ways(axes, sizes) for axes in divided)
+    return bytes_of(value) / parts(divided, sizes)

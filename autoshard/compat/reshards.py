@@ -3,14 +3,15 @@
 Between propagation and explicit reshards of the Shardy partitioner.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from jaxlib.mlir import ir
 
 from autoshard.compat.shardings import Attributes, parse_sharding, sharding_text
 from autoshard.compat.stablehlo import MANUAL, Operation, Value, shape_of
-from autoshard.subaxes import axis_name
+from autoshard.subaxes import axis_name, ways
 
 Division: TypeAlias = tuple[tuple[str, ...], ...]
 """Mesh axes of each dimension."""
@@ -25,6 +26,11 @@ def division(value: Value) -> Division:
 def without(axes: Division, names: set[str]) -> Division:
     """Without some mesh axes and parts of them."""
     return tuple(tuple(axis for axis in dim if axis_name(axis) not in names) for dim in axes)
+
+
+def parts(divided: Iterable[Iterable[str]], sizes: Mapping[str, int]) -> int:
+    """Into how many parts the mesh axes of some dimensions divide a value."""
+    return math.prod(ways(axes, sizes) for axes in divided)
 
 
 def bring_operand(

@@ -327,7 +327,6 @@ def names_of(found: dict[str, Any]) -> list[str]:
     return [program["name"] for program in found["programs"]]
 
 
-@pytest.mark.slow
 def _untimed(programs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All of the programs but how long rung 1 took to say what it says."""
     return [
@@ -336,6 +335,7 @@ def _untimed(programs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_case_goes_through_search_sample_and_report(
     kept: Store, calibration: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
