@@ -27,7 +27,7 @@ from autoshard.network import Network, collective_s
 from autoshard.rows import MANY
 from autoshard.trial import Collective
 
-MODEL_REVISION = 52
+MODEL_REVISION = 53
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `arithmetic`, `precision`, `siting`,
@@ -336,18 +336,18 @@ class CostModel:
         """Seconds in which the host hands a step so many arrays, and takes back what it returns."""
         return self._devices * arrays * self.constants.array_s * self.correction.compute
 
-    def fresh_s(self, block_bytes: float, off_by: float = 0.0) -> float:
+    def fresh_s(self, block_bytes: float, between: tuple[float, float] = (1.0, 1.0)) -> float:
         """Seconds a step waits for the pages of its temporaries, one block on each device.
 
         Args:
           block_bytes: of all temporaries of one device.
-          off_by: how far they may be from that, as a share of it: the nearer they come to
-            `FRESH_FROM_BYTES`, the likelier they reach it.
+          between: which shares of it they may be, the least and the most: the more of these reach
+            `FRESH_FROM_BYTES`, the likelier they do.
         """
+        least, most = between
         likely = float(block_bytes >= FRESH_FROM_BYTES)
-        if off_by and block_bytes:
-            width = 2 * math.log1p(off_by)
-            likely = 0.5 + math.log(block_bytes / FRESH_FROM_BYTES) / width
+        if block_bytes and most > least:
+            likely = math.log(most * block_bytes / FRESH_FROM_BYTES) / math.log(most / least)
             likely = min(max(likely, 0.0), 1.0)
         seconds = likely * self._devices * block_bytes * self.constants.fresh_s_per_byte
         return seconds * self.correction.compute

@@ -82,13 +82,16 @@ def test_a_block_that_the_allocator_does_not_keep_costs_its_pages() -> None:
 
 def test_a_block_that_may_be_larger_or_smaller_costs_what_is_likely() -> None:
     cost = CostModel(dataclasses.replace(CONSTANTS, shared=True, fresh_s_per_byte=1e-9))
-    at = FRESH_FROM_BYTES
-    assert cost.fresh_s(at, off_by=0.25) == pytest.approx(0.5 * cost.fresh_s(at))
-    blocks = [at / 1.26, at / 1.2, at - 1, at + 1, at * 1.2, at * 1.26]
-    likely = [cost.fresh_s(b, off_by=0.25) / (CONSTANTS.device_count * b * 1e-9) for b in blocks]
-    assert likely[0] == 0.0 and likely[-1] == pytest.approx(1.0)
-    assert likely == sorted(likely) and likely[3] - likely[2] < 1e-6
-    assert cost.fresh_s(0.0, off_by=0.25) == 0.0
+    at, between = FRESH_FROM_BYTES, (0.5, 4.0)
+
+    def likely(block: float) -> float:
+        return cost.fresh_s(block, between) / (CONSTANTS.device_count * block * 1e-9)
+
+    assert likely(at / 4.01) == 0.0, "however much more it is, it is kept"
+    assert likely(at / 2) == pytest.approx(1 / 3)
+    assert likely(at - 1) == pytest.approx(likely(at + 1)) == pytest.approx(2 / 3)
+    assert likely(at * 2.01) == pytest.approx(1.0), "however much less it is, it is not"
+    assert cost.fresh_s(0.0, between) == 0.0
 
 
 def test_collectives_are_alpha_beta() -> None:
