@@ -40,5 +40,10 @@ def kept(module: Module, devices: Sequence[jax.Device], folder: Path) -> Executa
     return None
 
 
+def is_kept(module: Module, folder: Path) -> bool:
+    """Whether there is an executable of a module; `kept` may still find that it cannot be read."""
+    return _place(folder, module).exists()
+
+
 def _place(folder: Path, module: Module) -> Path:
     return folder / module.digest

@@ -29,7 +29,8 @@ _DECLINED: tuple[type[Exception], ...] = (LayoutError, *REFUSALS)
 _TEMPORARIES = (0.95, 1.3)
 """Which share of the temporaries judged here those of the compiled program are, from to.
 
-Nine in ten of 239 programs of `results/fidelity`, of fourteen cases, of which 16 to 32 MiB were said.
+So of nine in ten of 239 programs of `results/fidelity`, of fourteen cases, of which 16 to 32 MiB
+were said.
 """
 
 

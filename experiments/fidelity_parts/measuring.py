@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-import tempfile
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,8 +50,8 @@ def run(
     """Calibrates, samples, compiles, measures, and measures the plan against its rivals anew.
 
     What is interrupted amid its rounds goes on with those that are left, on such a machine as they
-    were begun on, while the programs and the model of cost are the same; `resumed` says when. What
-    is interrupted before begins anew. Of a sample that is there and was taken on this machine, with
+    were begun on, while the programs are the same; `resumed` says when. What is interrupted before
+    begins anew. Of a sample that is there and was taken on this machine, with
     the same plan, only those pairs are asked on that failed, that were not reached, or that want
     another process.
 
@@ -68,22 +68,27 @@ def run(
     options: dict[str, Any] = {"seed": seed, "budget": budget, "callbacks": callbacks}
     before = read(store.result(task))
     kept = store.run_folder(task) / "rounds.json"
-    with tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
-        programs = Opening(task, case, store, settings, options, pathlib.Path(scratch))
-        if before and _is_asked_on(before, figures, planned):
-            wanted = [pair["rival"] for pair in before["fresh"] if pairs.is_open(pair)]
-            opened = programs.again(before, [before["plan"], *wanted])
-        else:
-            figures |= {"failed": "", "planned": planned, **settings.to_json()}
-            opened = programs.stopped(read(kept), figures) or programs.anew(record, figures)
-            _run_rounds(opened, settings, kept)
-            opened.figures["fresh"] = [
-                {"rival": rival, "failed": _NOT_ASKED} for rival in _rivals(opened.figures)
-            ]
-            # The pairs take as long as the rounds: who is stopped amid them keeps what there is.
-            write(store.result(task), opened.figures)
-            kept.unlink()
-        _ask(opened, task, store, settings)
+    executables = store.run_folder(task) / "executables"
+    programs = Opening(task, case, store, settings, options, executables)
+    if before and _is_asked_on(before, figures, planned):
+        wanted = [pair["rival"] for pair in before["fresh"] if pairs.is_open(pair)]
+        opened = programs.again(before, [before["plan"], *wanted])
+    else:
+        figures |= {"failed": "", "planned": planned, **settings.to_json()}
+        stopped = programs.stopped(read(kept), figures)
+        if stopped is None:  # both are of one machine and one sample, or neither is there
+            kept.unlink(missing_ok=True)
+            shutil.rmtree(executables, ignore_errors=True)
+        opened = stopped or programs.anew(record, figures)
+        _run_rounds(opened, settings, kept)
+        opened.figures["fresh"] = [
+            {"rival": rival, "failed": _NOT_ASKED} for rival in _rivals(opened.figures)
+        ]
+        # The pairs take as long as the rounds: who is stopped amid them keeps what there is.
+        write(store.result(task), opened.figures)
+        kept.unlink()
+    _ask(opened, task, store, settings)
+    shutil.rmtree(executables, ignore_errors=True)
 
 
 def _rivals(figures: Mapping[str, Any]) -> list[str]:

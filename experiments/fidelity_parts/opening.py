@@ -17,6 +17,7 @@ from autoshard.module import Module
 from autoshard.plan_file import PlanRecord, differences
 from autoshard.rungs.bench import Benches
 from autoshard.rungs.bench_client import ChildBench
+from autoshard.rungs.executables import is_kept
 from autoshard.rungs.inputs import make_inputs
 from autoshard.rungs.race import Runner
 from autoshard.trial import Estimate, Failure, Stage
@@ -77,7 +78,7 @@ class Opening:
 
     Attributes:
       options: the seed, the budget and the callbacks of a ledger.
-      executables: a folder for what is compiled.
+      executables: a folder for what is compiled, and for what was when the sample was stopped.
     """
 
     task: Task
@@ -133,7 +134,7 @@ class Opening:
         return Opened(figures, ledger, rows)
 
     def again(self, figures: dict[str, Any], names: Sequence[str]) -> Opened:
-        """Makes and compiles these programs of a sample once more.
+        """Makes these programs of a sample once more, and compiles those that are not there.
 
         Raises:
           OtherProgramsError: today's code makes another program of one of their layouts.
@@ -149,19 +150,27 @@ class Opening:
             **self.options,
         )
         ledger.executables = self.executables
+        opened = Opened(figures, ledger, dict(zip(names, ledger.rows, strict=True)))
+        missing = [
+            i
+            for i, name in enumerate(names)
+            if not is_kept(opened.module_of(name), self.executables)
+        ]
         compiling = Compiling(ledger, None)
         with compiling.opened():
-            compiling.compile(list(range(len(names))), 1.0)
-        return Opened(figures, ledger, dict(zip(names, ledger.rows, strict=True)))
+            compiling.compile(missing, 1.0)
+        return opened
 
     def stopped(self, kept: dict[str, Any] | None, now: Mapping[str, Any]) -> Opened | None:
         """A sample that was stopped amid its rounds, if these can go on; else None.
+
+        Its predictions stay those of the model of cost that chose its programs.
 
         Args:
           kept: what there is of it.
           now: the figures of one that would begin now.
         """
-        same = ("scale", "seed", "model_revision", "rounds", "draws", "size")
+        same = ("scale", "seed", "rounds", "draws", "size")
         if (
             kept is None
             or not is_from_here(kept)

@@ -20,6 +20,7 @@ import pytest
 import autoshard
 from autoshard.calibrations import calibrated
 from autoshard.cost import MODEL_REVISION, Constants
+from autoshard.driver.compiling import Compiling
 from autoshard.journal import Journal
 from autoshard.pricing import cost_model
 from autoshard.target import Target
@@ -386,6 +387,17 @@ def test_a_case_goes_through_search_sample_and_report(
     assert missing(kept, retry=False) == [task] and drawn == [settings.draws]
     first = store.read(kept.run_folder(task) / "rounds.json")
     assert first is not None
+    executables = kept.run_folder(task) / "executables"
+    assert len(list(executables.iterdir())) >= len(first["programs"])
+    (executables / first["programs"][0]["module"]).unlink()
+    compiled: list[list[int]] = []
+    compile_ = Compiling.compile
+
+    def noted(self: Compiling, indices: list[int], share: float) -> None:
+        compiled.append(indices)
+        compile_(self, indices, share)
+
+    monkeypatch.setattr(Compiling, "compile", noted)
     monkeypatch.setattr(sampling, "choose", None)
     monkeypatch.setattr(opening, "calibrate", None)
     paired, asked = measuring._paired, list[object]()
@@ -400,6 +412,7 @@ def test_a_case_goes_through_search_sample_and_report(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(measuring, "_paired", stopped)
         measuring.run(task, case, kept, settings=settings, **options)
+    assert compiled == [[0]], "the others were there"
     left = store.read(kept.result(task))
     assert left is not None and [pair["failed"][:22] for pair in left["fresh"]] == [
         *("", "the sample was stopped", "the sample was stopped")
@@ -411,7 +424,9 @@ def test_a_case_goes_through_search_sample_and_report(
         assert after["samples_s"][: len(before["samples_s"])] == before["samples_s"]
         assert all(after[name] == before[name] for name in ("candidate", "rung1", "rung2"))
     assert not (kept.run_folder(task) / "rounds.json").exists()
+    assert executables.exists()
     measuring.run(task, case, kept, settings=settings, **options)
+    assert compiled[1:] == [[]] and not executables.exists()
     found = store.read(kept.result(task))
     assert found is not None and found["failed"] == ""
     assert found["programs"] == left["programs"] and found["fresh"][0] == left["fresh"][0]
