@@ -4,6 +4,8 @@ import contextlib
 import os
 import pathlib
 import platform
+from collections.abc import Iterator
+from typing import NamedTuple
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _GENERATION = ("cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU variant")
@@ -36,30 +38,85 @@ def memory_bytes(cgroups: pathlib.Path = _CGROUPS, of_process: str | None = None
       cgroups: where the groups are mounted.
       of_process: what /proc/self/cgroup says; None to read it.
     """
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [_physical_bytes()]
+    for folder, version in _groups(cgroups, of_process):
+        with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+            limits.append(int((folder / version.limit).read_text(encoding="utf-8")))
+    return min(limit for limit in limits if limit > 0)
+
+
+def available_bytes(
+    proc: pathlib.Path = pathlib.Path("/proc"),
+    cgroups: pathlib.Path = _CGROUPS,
+    of_process: str | None = None,
+) -> int | None:
+    """How much memory is left to this process; None where nothing tells.
+
+    What the kernel takes for available (MemAvailable, kernel documentation, filesystems/proc.rst,
+    2026), or less where a control group leaves less: its limit, less its usage but for what its
+    files have in the page cache and nobody has read lately.
+
+    Args:
+      proc: where the kernel says so.
+      cgroups, of_process: as `memory_bytes` has them.
+    """
+    left = []
+    with contextlib.suppress(OSError):
+        for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                left.append(int(value.split()[0]) * 1024)
+    for folder, version in _groups(cgroups, of_process):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / version.limit).read_text(encoding="utf-8"))
+            used = int((folder / version.usage).read_text(encoding="utf-8"))
+            stat = (folder / "memory.stat").read_text(encoding="utf-8").split()
+            cached = int(stat[stat.index(version.cached) + 1])
+            if limit > 0:
+                left.append(limit - used + cached)
+    return max(0, min(left)) if left else None
+
+
+class _Version(NamedTuple):
+    """Files of a control group's folder, and the field of its memory.stat with cached files."""
+
+    limit: str
+    usage: str
+    cached: str
+
+
+_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Version("memory.max", "memory.current", "inactive_file")
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _groups(
+    cgroups: pathlib.Path, of_process: str | None
+) -> Iterator[tuple[pathlib.Path, _Version]]:
+    """The folders of the control groups that bound this process's memory, inner before outer."""
     if of_process is None:
         try:
             of_process = pathlib.Path("/proc/self/cgroup").read_text(encoding="utf-8")
         except OSError:
-            return physical
-    limits = [physical]
+            return
     for line in of_process.splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers:
-            root, file = cgroups, "memory.max"
+            root, version = cgroups, _V2
         elif "memory" in controllers.split(","):
-            root, file = cgroups / "memory", "memory.limit_in_bytes"
+            root, version = cgroups / "memory", _V1
         else:
             continue
         # In a container the group's name may be one that is seen from outside alone: then the
         # mount's root is the container's own group.
         inner = root / group.lstrip("/")
         for folder in (inner, *inner.parents):
-            with contextlib.suppress(OSError, ValueError):  # "max", or no such file
-                limits.append(int((folder / file).read_text(encoding="utf-8")))
+            yield folder, version
             if folder == root:
                 break
-    return min(limit for limit in limits if limit > 0)
 
 
 def mappings(proc: pathlib.Path = pathlib.Path("/proc")) -> tuple[int, int] | None:

@@ -6,7 +6,15 @@ import platform
 
 import pytest
 
-from autoshard.host import cores, described, machine, mappings, memory_bytes, processor
+from autoshard.host import (
+    available_bytes,
+    cores,
+    described,
+    machine,
+    mappings,
+    memory_bytes,
+    processor,
+)
 
 X86 = "processor\t: 0\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: AMD EPYC\n"
 
@@ -76,6 +84,43 @@ def test_a_process_has_no_more_memory_than_its_control_group(
 
 def test_this_process_has_memory() -> None:
     assert 0 < memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("of_process", "group", "expected"),
+    [
+        ("0::/job", {}, 8192),
+        ("0::/job", {"memory.max": "max", "memory.current": "99999"}, 8192),
+        ("0::/job", {"memory.max": "99999", "memory.current": "9"}, 8192),
+        ("0::/job", {"memory.max": "9000", "memory.current": "4000"}, 5700),
+        ("0::/job", {"memory.max": "9000", "memory.current": "9900"}, 0),
+        (
+            "4:memory:/job",
+            {"memory.limit_in_bytes": "9000", "memory.usage_in_bytes": "4000"},
+            5070,
+        ),
+    ],
+)
+def test_what_memory_is_left_is_what_the_host_and_the_group_leave(
+    of_process: str, group: dict[str, str], expected: int, tmp_path: pathlib.Path
+) -> None:
+    folder = tmp_path / ("memory/job" if "memory" in of_process else "job")
+    folder.mkdir(parents=True)
+    (tmp_path / "meminfo").write_text("MemTotal: 24 kB\nMemAvailable:       8 kB\n")
+    statistics = "anon 5\nactive_file 1\ninactive_file 700\ntotal_inactive_file 70\n"
+    for name, text in {**group, "memory.stat": statistics}.items():
+        (folder / name).write_text(text + "\n")
+    assert available_bytes(tmp_path, tmp_path, of_process) == expected
+
+
+def test_where_nothing_tells_what_is_left_nothing_is_said(tmp_path: pathlib.Path) -> None:
+    assert available_bytes(tmp_path, tmp_path, "") is None
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/meminfo").exists(), reason="not Linux")
+def test_some_memory_is_left_to_this_process() -> None:
+    left = available_bytes()
+    assert left is not None and 0 < left <= memory_bytes()
 
 
 def test_mappings_and_their_limit_are_the_kernels(tmp_path: pathlib.Path) -> None:

@@ -38,6 +38,7 @@ class Mapped:
 def mapped(monkeypatch):
     mapped = Mapped()
     monkeypatch.setattr(host, "mappings", mapped.mappings)
+    monkeypatch.setattr(host, "available_bytes", lambda: None)
     return mapped
 
 
@@ -63,9 +64,20 @@ def test_where_nothing_tells_all_stay(mapped, monkeypatch):
     assert all(name in mapped.residents for name in "abcdef")
 
 
+def test_where_memory_is_short_one_goes_for_each_that_comes(mapped, monkeypatch):
+    monkeypatch.setattr(host, "mappings", lambda: None)
+    monkeypatch.setattr(host, "memory_bytes", lambda: 1000)
+    left = iter([900, 200, 99, 99])
+    monkeypatch.setattr(host, "available_bytes", lambda: next(left))
+    for name in "abcd":
+        mapped.get(name)
+    assert [name for name in "abcd" if name in mapped.residents] == ["c", "d"]
+
+
 def test_what_accelerators_hold_stays(monkeypatch):
     mapped = Mapped("cuda")
     monkeypatch.setattr(host, "mappings", mapped.mappings)
+    monkeypatch.setattr(host, "available_bytes", lambda: 0)
     for name in "abcdef":
         mapped.get(name)
     assert all(name in mapped.residents for name in "abcdef")
