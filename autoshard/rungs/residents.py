@@ -14,7 +14,7 @@ What is left is for the next one, of which nobody knows how many it takes, and f
 _SHORT = 0.1
 """Of the memory that a process may use: with less left than that it is short.
 
-A U-Net's executable took 0.4 GB of a host of 24: what is left is for arrays and temporaries.
+A U-Net's executable took 0.24 GB of a host of 24: what is left is for arrays and temporaries.
 """
 
 
