@@ -51,9 +51,8 @@ def run(
 
     What is interrupted amid its rounds goes on with those that are left, on such a machine as they
     were begun on, while the programs are the same; `resumed` says when. What is interrupted before
-    begins anew. Of a sample that is there and was taken on this machine, with
-    the same plan, only those pairs are asked on that failed, that were not reached, or that want
-    another process.
+    begins anew. Of a sample that is there and was taken on this machine, with the same plan, only
+    those pairs are asked on that failed, that were not reached, or that want another process.
 
     Raises:
       OtherProgramsError: today's code makes another program of a layout whose pairs are asked on.
