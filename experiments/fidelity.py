@@ -17,11 +17,11 @@ Each part of each case runs in a process of its own and leaves results/fidelity/
 made anew; --retry runs again what failed and asks on what is undecided. --short, --scale=small,
 other --rounds and another --seed have folders of their own, under runs/, and leave the page as it
 is, as another --out does. Stop it at will: what is there is not run again, and a journal under
-runs/fidelity lets an interrupted search go on; an interrupted sample begins anew, or, once its
-rounds are over, goes on with --retry. `search` has the default budget of `autoshard.search` and
-saves its plan; `sample` draws, compiles and measures programs and pairs the plan with the best of
-them anew; `hand` pairs the plan with hand-written layouts; `report` prints, and writes
-summary.json, the plots and the page, always over all cases.
+runs/fidelity lets an interrupted search go on; an interrupted sample begins anew, goes on with the
+rounds that are left, or, once these are over, with --retry. `search` has the default budget of
+`autoshard.search` and saves its plan; `sample` draws, compiles and measures programs and pairs the
+plan with the best of them anew; `hand` pairs the plan with hand-written layouts; `report` prints,
+and writes summary.json, the plots and the page, always over all cases.
 After a change to the model of cost, `predict` asks both rungs anew for the programs of samples that
 are there, or rung 1 alone, which compiles nothing; their measured times stay.
 """

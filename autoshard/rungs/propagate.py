@@ -29,7 +29,7 @@ _DECLINED: tuple[type[Exception], ...] = (LayoutError, *REFUSALS)
 _TEMPORARIES = (0.95, 1.3)
 """Which share of the temporaries judged here those of the compiled program are, from to.
 
-So of nine in ten of 239 programs of `results/fidelity`, of fourteen cases, of which 16 to 32 MiB
+So of nine in ten of 239 programs of `results/fidelity`, of sixteen cases, of which 16 to 32 MiB
 were said.
 """
 

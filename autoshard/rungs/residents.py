@@ -14,15 +14,16 @@ What is left is for the next one, of which nobody knows how many it takes, and f
 _SHORT = 0.1
 """Of the memory that a process may use: with less left than that it is short.
 
-A U-Net's executable took 0.24 GB of a host of 24: what is left is for arrays and temporaries.
+An executable of 1800 mappings took 0.24 GB of a host of 24; what is left is for arrays and
+temporaries too.
 """
 
 
 class Residents:
     """Executables by the digest of their modules; where they get too many, the oldest go.
 
-    XLA:CPU maps every kernel of a program into the process by itself: a ResNet-152's step took 1140
-    mappings, and a process that loaded 70 ended (Linux allows 65530) with "LLVM ERROR: Unable to
+    XLA:CPU maps every kernel of a program into the process by itself: one step took 1140 mappings,
+    and a process that loaded 70 of it ended (Linux allows 65530) with "LLVM ERROR: Unable to
     allocate section memory!". What has gone is loaded again when it is wanted.
 
     Where memory is short, one goes for each that comes: what it leaves returns to the allocator,

@@ -387,6 +387,8 @@ def test_a_case_goes_through_search_sample_and_report(
     assert missing(kept, retry=False) == [task] and drawn == [settings.draws]
     first = store.read(kept.run_folder(task) / "rounds.json")
     assert first is not None
+    first["model_revision"] = MODEL_REVISION - 1  # its predictions stay; its programs are the same
+    store.write(kept.run_folder(task) / "rounds.json", first)
     executables = kept.run_folder(task) / "executables"
     assert len(list(executables.iterdir())) >= len(first["programs"])
     (executables / first["programs"][0]["module"]).unlink()
@@ -437,7 +439,7 @@ def test_a_case_goes_through_search_sample_and_report(
     assert len({pair["rival"] for pair in found["fresh"]} - {found["plan"]}) == 3
     assert all(not pair["failed"] and len(pair["first_s"]) >= 40 for pair in found["fresh"])
     assert all(len(pair["processes"]) == 2 for pair in found["fresh"])
-    assert found["planned"] == plan["candidate"] and found["model_revision"] == MODEL_REVISION
+    assert found["planned"] == plan["candidate"] and found["model_revision"] == MODEL_REVISION - 1
     # It is priced by the machine of its own hour, not by that of the search.
     assert drawn == [settings.draws] and Constants.from_json(found["constants"]) == slow_today
 

@@ -110,6 +110,7 @@ def test_what_has_gone_goes_on_where_it_was(monkeypatch):
 
     def states(full):
         monkeypatch.setattr(residents, "_is_full", lambda: full)
+        monkeypatch.setattr(residents, "_is_short", lambda: False)
         compiled = []
         bench = Bench()
         make = bench._residents._load
