@@ -65,6 +65,9 @@ class Benches(Protocol):
         run ahead (`runs_ahead`), from the end of one step to the end of the next.
         """
 
+    def at_hand(self) -> frozenset[str]:
+        """Of which programs the executables are here; others are loaded again when they run."""
+
     def trace(self, name: str, folder: str, steps: int) -> str | Failure:
         """Runs `steps` steps under the profiler; returns the folder, for `traces.read_trace`."""
 
@@ -170,6 +173,10 @@ class Bench:
             return self._run(entry, steps)
         self.unload(name)  # donated arrays are gone
         return caught.expect()
+
+    def at_hand(self) -> frozenset[str]:
+        entries = self._entries.items()
+        return frozenset(name for name, entry in entries if entry.digest in self._residents)
 
     def trace(self, name: str, folder: str, steps: int) -> str | Failure:
         entry = self._entries[name]

@@ -74,6 +74,12 @@ class ChildBench:
             return failure
         return self._costing(name, self._call(_run, name, steps))
 
+    def at_hand(self) -> frozenset[str]:
+        if self._ready() is not None:
+            return frozenset()
+        found = self._call(_at_hand)
+        return frozenset() if isinstance(found, Failure) else found
+
     def trace(self, name: str, folder: str, steps: int) -> str | Failure:
         if (failure := self._on(name)) is not None:
             return failure
@@ -203,6 +209,10 @@ def _reload(name: str, module: Module) -> object:
 
 def _run(name: str, steps: int) -> tuple[float, ...] | Failure:
     return _here().run(name, steps)
+
+
+def _at_hand() -> frozenset[str]:
+    return _here().at_hand()
 
 
 def _trace(name: str, folder: str, steps: int) -> str | Failure:

@@ -162,6 +162,7 @@ def race(
     load: Callable[[str], object] = lambda name: None,
     unload: Callable[[str], None] = lambda name: None,
     renew: Callable[[], object] | None = None,
+    at_hand: Callable[[], Collection[str]] = lambda: (),
     footprints: Mapping[str, Footprint] | None = None,
     memory_bytes: int | None = None,
     on_round: Callable[[Sequence[Runner]], object] = lambda runners: None,
@@ -177,6 +178,8 @@ def race(
       load, unload: make a candidate ready to run and free its memory. `load` may return or raise a
         failure too. After each load one step runs unrecorded. What is loaded stays so at the end.
       renew: goes over to a new process with what is loaded; None where that cannot be.
+      at_hand: which candidates run without more ado, asked in each round; these run first, in the
+        round's order, as the others may drive them out (`residents`).
       footprints, memory_bytes: what each candidate takes, and what there is on a device. Where all
         do not fit, each round runs them in blocks that do, with `settings.block_steps` steps a
         turn.
@@ -189,7 +192,15 @@ def race(
     rounds = itertools.count()
     try:
         ended = _rounds(
-            lanes, track, rounds, random.Random(seed), settings, should_stop, renew, on_round
+            lanes,
+            track,
+            rounds,
+            random.Random(seed),
+            settings,
+            should_stop,
+            renew,
+            at_hand,
+            on_round,
         )
     except KeyboardInterrupt:
         ended = INTERRUPTED  # who asked goes on with what there is, and raises it again
@@ -209,6 +220,7 @@ def _rounds(
     settings: RaceSettings,
     should_stop: Callable[[], bool],
     renew: Callable[[], object] | None,
+    at_hand: Callable[[], Collection[str]],
     on_round: Callable[[Sequence[Runner]], object],
 ) -> str:
     """Runs rounds, each with a number of its own, until the race has ended; how it did."""
@@ -234,7 +246,8 @@ def _rounds(
         try:
             for block in blocks:
                 track.enter(block, round_)
-                for lane in block:
+                ready = at_hand()
+                for lane in sorted(block, key=lambda lane: lane.name not in ready):
                     if lane.dropped is None:
                         track.turn(lane, turn, round_)
         except WorkerError as error:  # that says nothing of the lanes

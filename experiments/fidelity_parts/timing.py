@@ -95,6 +95,7 @@ def in_rounds(
         load=lambda name: bench.load(name, programs[name]),
         unload=bench.unload,
         renew=bench.renew,
+        at_hand=bench.at_hand,
         footprints={name: Footprint(held=size) for name, size in held.items()},
         memory_bytes=memory_bytes,
         on_round=lambda runners: keep(together(runners)),

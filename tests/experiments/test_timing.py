@@ -23,6 +23,9 @@ class FakeBench:
     def load(self, name: str, module: object) -> object:
         return None
 
+    def at_hand(self) -> frozenset[str]:
+        return frozenset(self.seconds)
+
     def unload(self, name: str) -> None:
         pass
 

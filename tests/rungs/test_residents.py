@@ -119,6 +119,7 @@ def test_what_has_gone_goes_on_where_it_was(monkeypatch):
         for name, module in programs.items():
             bench.load(name, module)
             assert len(bench.run(name, 2)) == 2
+        assert bench.at_hand() == ({"data"} if full else {"whole", "data"})
         # One step more is not recorded, as the program was loaded again.
         assert len(bench.run("whole", 2 - full)) == 2 - full
         held = [np.asarray(a) for a in bench._entries["whole"].state]
