@@ -7,7 +7,7 @@ kernel writes costs memory and traffic: `docs/decisions/0024-fusion-repeats-what
 """
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from autoshard.buffers import innermost
@@ -56,6 +56,7 @@ _REPEATED = FREE | {BROADCAST, _CONVERT, "stablehlo.iota"}
 _PRODUCT = "stablehlo.dot_general"
 _COPYING = frozenset({_PRODUCT, "stablehlo.convolution"})
 """Operations whose operands XLA:CPU copies where they lie in another order than it needs."""
+_CONSTRAINT = "sdy.sharding_constraint"
 _NOWHERE = frozenset[int]()
 
 
@@ -72,6 +73,39 @@ class Transposed(NamedTuple):
     product: int
     arrays: int
     turn: Turn
+
+
+class Paths:
+    """Which values lie on the ways from a value through its users, and behind which of them memory.
+
+    Values are added after all that use them. Sets of values are the bits of integers.
+
+    Args:
+      count: of values.
+    """
+
+    def __init__(self, count: int):
+        self._after = [0] * count
+        self._behind = [0] * count
+
+    def add(self, v: int, users: Mapping[int, bool]) -> None:
+        """Adds a value.
+
+        Args:
+          users: what is made of it -> whether it is computed where that is.
+        """
+        for user, fuses in users.items():
+            there = self._after[user] | 1 << user
+            self._after[v] |= there
+            self._behind[v] |= self._behind[user] if fuses else there
+
+    def lead_over_memory(self, users: Collection[int]) -> bool:
+        """Whether one of these is made of another, too, by way of what is read from memory."""
+        behind = these = 0
+        for user in users:
+            behind |= self._behind[user]
+            these |= 1 << user
+        return bool(behind & these)
 
 
 class Fusion:
@@ -96,15 +130,20 @@ class Fusion:
         self._fused: list[dict[int, frozenset[int]]] = [{} for _ in range(count)]
         self._copies: dict[tuple[int, int], int] = {}  # of a value's code in a kernel
         self._library = Library(operations, parts)
+        paths = Paths(count)
         for v in reversed(range(count)):  # what uses a value comes after it
             asked = self._asked(v)
             if self._handed(v) == NONE and self._library.takes(v):
                 self._library.kernel[v] = self._library.alone_in(v)
-            self.written[v] = self._is_written(v, asked, self._library.needed_by(v))
+            users = self._users(v)
+            self.written[v] = self._is_written(v, asked, self._library.needed_by(v)) or (
+                paths.lead_over_memory(users) and self._adds_reads(v)
+            )
             if not self.written[v]:
                 self._fuse(v, asked)
             elif self._is_duplicated(v):
                 self._fuse(v, {k: places for k, places in asked.items() if self._is_loop(k)})
+            paths.add(v, {user: self._fuses_into(v, user) for user in users})
         self._copied_fills = self._fills_of_the_same()
 
     def kernel(self, v: int) -> tuple[dict[int, float], float, list[Transposed]]:
@@ -246,7 +285,7 @@ class Fusion:
         ops = self._ops
         if self.written[v]:
             return kernel not in self._fused[v]
-        if ops.op_of[v] not in SLICES and ops.op_of[v] != "sdy.sharding_constraint":
+        if ops.op_of[v] not in SLICES and ops.op_of[v] != _CONSTRAINT:
             return False
         whole = self._plain(ops.operands[v][0])
         return self.written[whole] and kernel not in self._fused[whole]
@@ -359,6 +398,33 @@ class Fusion:
             return False
         return self._is_expensive(v) or (self._by_cost and self._reads_more(v, len(asked)))
 
+    def _adds_reads(self, v: int) -> bool:
+        """Whether kernels that compute a value for themselves read more arrays than it is.
+
+        XLA:CPU computes those in no kernel but one, unless they fuse into all their users on all
+        paths (`ComputeGloballyUnfusible` in xla/service/instruction_fusion.cc).
+        """
+        ops = self._ops
+        name = ops.op_of[v]
+        if self._by_cost or name == "" or name in HEAVY or name in FREE:
+            return False
+        operands, rank = ops.operands[v], _true_rank(ops.dims[v])
+        arrays = [i for i in operands if _true_rank(ops.dims[i]) >= rank and not self._is_filled(i)]
+        return len(arrays) > 1 and sum(ops.elements[i] for i in set(operands)) > ops.elements[v]
+
+    def _users(self, v: int) -> set[int]:
+        """The values that are made of one; a constraint is the same array by another name."""
+        users = set[int]()
+        for name, user in self._ops.uses[v]:
+            if user >= 0:
+                users |= self._users(user) if name == _CONSTRAINT else {user}
+        return users
+
+    def _fuses_into(self, v: int, user: int) -> bool:
+        """Whether all kernels that make what is made of a value compute that value themselves."""
+        kernels = {user} if self.written[user] else self._fused[user]
+        return all(kernel in self._fused[v] for kernel in kernels)
+
     def _is_spread(self, v: int) -> bool:
         """Whether a value is converted from a broadcast: XLA converts before it spreads."""
         while self._ops.op_of[v] == _CONVERT:
@@ -376,18 +442,14 @@ class Fusion:
     def _is_duplicated(self, v: int) -> bool:
         """Whether kernels compute for themselves what is written for those that cannot.
 
-        XLA:CPU does so where that makes them read no more (`ComputeGloballyUnfusible` in
-        xla/service/instruction_fusion.cc).
+        XLA:CPU does so where that makes them read no more.
         """
-        ops = self._ops
-        name = ops.op_of[v]
+        name = self._ops.op_of[v]
         if self._by_cost or name == "" or name in HEAVY or name in FREE:
             return False
         if self._handed(v) != NONE or self._is_expensive(v):
             return False
-        operands, rank = ops.operands[v], _true_rank(ops.dims[v])
-        arrays = [i for i in operands if _true_rank(ops.dims[i]) >= rank and not self._is_filled(i)]
-        return len(arrays) < 2 or sum(ops.elements[i] for i in set(operands)) <= ops.elements[v]
+        return not self._adds_reads(v)
 
     def _is_filled(self, v: int) -> bool:
         """Whether an array is made of fewer elements than it has, by a broadcast or a count."""

@@ -129,7 +129,8 @@ class _Resolver:
         """None for a value that passes from one sharding to the same.
 
         None too for a table of which a device looks up less than it would have to hold: there the
-        compiler may send what is found, not the table.
+        compiler may send what is found, not the table. What is made of the state alone for each
+        example takes compute rules: keys of the state draw it, but it meets the batch.
         """
         dims, storage, used, looped, batch_first, passing, looked_up = asked
         if used is Used.ENTERING:
@@ -145,7 +146,8 @@ class _Resolver:
             return batch_alone if looped is Looped.INSIDE or batch_alone != divided else None
         if looped is Looped.BEFORE:
             return None
-        storage = storage and used not in _WHOLE_SITES[self.layout.whole]
+        drawn = any(axis in self.batch for dim in dims for axis, _ in dim)  # noise, masks
+        storage = storage and not drawn and used not in _WHOLE_SITES[self.layout.whole]
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:
             return None

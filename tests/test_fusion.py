@@ -63,6 +63,17 @@ def summed_and_more(y):  # type: ignore[no-untyped-def]
     return jnp.sum(y, -1), y * 3
 
 
+def by_way_of(made, beside):  # type: ignore[no-untyped-def]
+    """A product of what is made of arrays with what is made of that, by way of memory or not."""
+
+    def function(x, y):  # type: ignore[no-untyped-def]
+        first = made(x, y)
+        written = jnp.exp(first)  # two need it
+        return first * (beside(x, y, written) - 2), jnp.sin(written)
+
+    return function
+
+
 def gradients(x, w, above, named=lambda x: x):  # type: ignore[no-untyped-def]
     """Of a product with a matrix, by what is above it and by the matrix's transpose."""
     above = named(above * 2)
@@ -97,6 +108,14 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], *tuple[tuple[int, ...], ...]]] = {
         (64, 64, 96),
         (8, 8, 8),
     ),
+    "a sum by way of memory": (by_way_of(jnp.add, lambda x, y, z: z), X, Y),
+    "a choice by way of memory": (
+        by_way_of(lambda x, y: jnp.where(x > 0, y, x), lambda x, y, z: z + y),
+        X,
+        Y,
+    ),
+    "a sum, not by way of memory": (by_way_of(jnp.add, lambda x, y, z: y), X, Y),
+    "of one array, by way of memory": (by_way_of(lambda x, y: x * 2, lambda x, y, z: z), X, Y),
     "joined for two": (lambda x, y: both(jnp.concatenate([x * 2, y + 1], axis=1)), X, Y),
 }
 

@@ -275,6 +275,24 @@ def scaled_layers() -> Workload:
     return train(loss, init, shaped(16, 64))
 
 
+def test_what_is_drawn_for_each_example_is_divided_as_the_batch_is() -> None:
+    """Though it is made of the state alone: whole, each device would draw it for all."""
+    of = subject("key_in_state")
+    layout = baseline(of.space, "data parallel")
+    axes = of.analysis.axes
+    (batch,) = (axis.name for axis in axes.axes if axis.is_batch)
+    placed = of.space.specs(layout).sites
+    sites = {site.index: site for site in of.analysis.sites.sites}
+    drawn = [
+        placed[i].spec[0]
+        for i, dims in axes.sites.items()
+        if sites[i].storage and any(axis == batch for axis, _ in dims[0])
+    ]
+    assert drawn and all(drawn)
+    program = run(of, layout)
+    assert worst_error(of, program, run_plain(of)) < 1e-4
+
+
 def test_small_arrays_stay_whole_where_the_layout_says_so_and_are_not_gathered() -> None:
     of = analyse(scaled_layers())
     every, small = (baseline(of.space, name) for name in ("FSDP", "FSDP, small whole"))
