@@ -48,7 +48,8 @@ class Site:
 
     Attributes:
       index: the number in its tag.
-      storage: whether it takes storage rules; the others take compute rules.
+      storage: whether it takes storage rules, unless it has a batch axis; the others take compute
+        rules.
       used: of those that take storage rules, where they are made of the state for compute values.
       looped: of activations that products in a loop use, where.
       batch_first: where the batch and another axis ask for one mesh axis, the batch has it. Not so
