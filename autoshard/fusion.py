@@ -137,7 +137,7 @@ class Fusion:
                 self._library.kernel[v] = self._library.alone_in(v)
             users = self._users(v)
             self.written[v] = self._is_written(v, asked, self._library.needed_by(v)) or (
-                paths.lead_over_memory(users) and self._adds_reads(v)
+                paths.lead_over_memory(users) and self._is_counted(v) and self._adds_reads(v)
             )
             if not self.written[v]:
                 self._fuse(v, asked)
@@ -405,9 +405,6 @@ class Fusion:
         paths (`ComputeGloballyUnfusible` in xla/service/instruction_fusion.cc).
         """
         ops = self._ops
-        name = ops.op_of[v]
-        if self._by_cost or name == "" or name in HEAVY or name in FREE:
-            return False
         operands, rank = ops.operands[v], _true_rank(ops.dims[v])
         arrays = [i for i in operands if _true_rank(ops.dims[i]) >= rank and not self._is_filled(i)]
         return len(arrays) > 1 and sum(ops.elements[i] for i in set(operands)) > ops.elements[v]
@@ -444,12 +441,14 @@ class Fusion:
 
         XLA:CPU does so where that makes them read no more.
         """
-        name = self._ops.op_of[v]
-        if self._by_cost or name == "" or name in HEAVY or name in FREE:
-            return False
-        if self._handed(v) != NONE or self._is_expensive(v):
+        if not self._is_counted(v) or self._handed(v) != NONE or self._is_expensive(v):
             return False
         return not self._adds_reads(v)
+
+    def _is_counted(self, v: int) -> bool:
+        """Whether XLA:CPU decides by what an operation reads whether it is computed again."""
+        name = self._ops.op_of[v]
+        return not (self._by_cost or name == "" or name in HEAVY or name in FREE)
 
     def _is_filled(self, v: int) -> bool:
         """Whether an array is made of fewer elements than it has, by a broadcast or a count."""
