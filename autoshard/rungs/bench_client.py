@@ -123,7 +123,10 @@ class ChildBench:
         return self._costing(name, self._call(_finite, name, steps))
 
     def renew(self) -> None:
-        """Ends the child; the next call starts another, with what is loaded in this one."""
+        """Ends the child; the next call starts another, with what is loaded in this one.
+
+        Of executables that do not all stay in a process (`residents`) with as many as do.
+        """
         self._worker.close()
 
     def close(self) -> None:
@@ -154,9 +157,9 @@ class ChildBench:
                 return failure
             self._starts = self._worker.starts
             for name, module in list(self._wanted.items()):
-                loaded = self._call(_reload, name, module)
-                if isinstance(loaded, Failure):
-                    self._lost[name] = loaded
+                lost = self._call(_resume, name, module)
+                if lost is not None:
+                    self._lost[name] = lost
                     self._wanted.pop(name, None)
                     if self._worker.pid is None:
                         break
@@ -201,10 +204,8 @@ def _load(name: str, module: Module) -> MemoryUse | Failure:
     return _here().load(name, module)
 
 
-def _reload(name: str, module: Module) -> object:
-    """Loads and warms up: the candidate was in the middle of being measured."""
-    loaded = _here().load(name, module)
-    return loaded if isinstance(loaded, Failure) else _here().run(name, 1)
+def _resume(name: str, module: Module) -> Failure | None:
+    return _here().resume(name, module)
 
 
 def _run(name: str, steps: int) -> tuple[float, ...] | Failure:

@@ -179,7 +179,8 @@ def race(
         failure too. After each load one step runs unrecorded. What is loaded stays so at the end.
       renew: goes over to a new process with what is loaded; None where that cannot be.
       at_hand: which candidates run without more ado, asked in each round; these run first, in the
-        round's order, as the others may drive them out (`residents`).
+        round's order, as the others may drive them out (`residents`). Where some of a block are
+        not, these run a step unrecorded, as those do that are loaded again.
       footprints, memory_bytes: what each candidate takes, and what there is on a device. Where all
         do not fit, each round runs them in blocks that do, with `settings.block_steps` steps a
         turn.
@@ -247,9 +248,10 @@ def _rounds(
             for block in blocks:
                 track.enter(block, round_)
                 ready = at_hand()
+                some_load = not all(lane.name in ready for lane in block)
                 for lane in sorted(block, key=lambda lane: lane.name not in ready):
                     if lane.dropped is None:
-                        track.turn(lane, turn, round_)
+                        track.turn(lane, turn, round_, some_load and lane.name in ready)
         except WorkerError as error:  # that says nothing of the lanes
             ended = str(error)
         round_ += 1
@@ -315,13 +317,14 @@ class _Track:
         taken = [self._footprints.get(name, Footprint()) for name in names]
         return sum(t.held for t in taken) + max(t.running for t in taken) <= self._limit
 
-    def turn(self, lane: _Lane, steps: int, round_: int) -> None:
-        samples = self._guarded(self._run, lane.name, steps)
+    def turn(self, lane: _Lane, steps: int, round_: int, warm_up: bool) -> None:
+        samples = self._guarded(self._run, lane.name, steps + warm_up)
         if isinstance(samples, Failure):
             self._fail(lane, samples, round_)
         else:
-            lane.samples_s += samples  # type: ignore[arg-type]
-            lane.rounds += [round_] * len(samples)  # type: ignore[arg-type]
+            counted = samples[warm_up:]  # type: ignore[index]
+            lane.samples_s += counted
+            lane.rounds += [round_] * len(counted)
 
     def leave(self, lane: _Lane) -> None:
         if lane.name in self._loaded:

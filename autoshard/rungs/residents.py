@@ -48,7 +48,7 @@ class Residents:
         """
         found = self._held.pop(digest, None)
         if found is None:
-            if module.platform == "cpu":
+            if _counts(module):
                 if _is_short():
                     self._let_go()
                 while self._held and _is_full():
@@ -57,12 +57,21 @@ class Residents:
         self._held[digest] = found
         return found
 
+    def has_room(self, module: Module) -> bool:
+        """Whether the executable of a module would drive none out."""
+        return not self._held or not _counts(module) or not (_is_short() or _is_full())
+
     def drop(self, digest: str) -> None:
         self._held.pop(digest, None)
 
     def _let_go(self) -> None:
         if self._held:
             del self._held[next(iter(self._held))]
+
+
+def _counts(module: Module) -> bool:
+    """Whether executables are many for this process: what accelerators hold is not in the count."""
+    return module.platform == "cpu"
 
 
 def _is_full() -> bool:

@@ -126,16 +126,21 @@ def test_who_is_at_hand_runs_first():
     names, kept, loads, order = list("abcdef"), [], [], []
 
     def run(name, steps):
+        """A first step takes longer; who is loaded runs one more that is not in the samples."""
+        first = (0.2,)
         if name in kept:
             kept.remove(name)
         else:
             loads.append(name)
+            first = (0.1,)
         kept[:] = [*kept, name][-2:]
         order.append(name)
-        return (0.1,) * steps
+        return (*first, *(0.1,) * (steps - 1))
 
     settings = RaceSettings(min_rounds=21, max_rounds=20)
-    race(names, run, seed=0, settings=settings, at_hand=lambda: set(kept))
+    result = race(names, run, seed=0, settings=settings, at_hand=lambda: set(kept))
+    assert all(set(runner.samples_s) == {0.1} for runner in result.runners), "all warm alike"
+    assert all(runner.rounds == tuple(range(20)) for runner in result.runners)
     rounds = [tuple(order[i : i + 6]) for i in range(6, len(order), 6)]
     assert all(sorted(round_) == names for round_ in rounds)
     assert len(loads) == 6 + 20 * 4

@@ -57,6 +57,14 @@ def test_one_that_is_too_large_alone_is_loaded_alone(mapped, monkeypatch):
     assert "a" not in mapped.residents
 
 
+def test_there_is_room_until_one_would_go(mapped):
+    of = types.SimpleNamespace
+    room = [mapped.residents.has_room(of(platform="cpu")) for name in "abcd" if mapped.get(name)]
+    assert room == [True, True, False, False]
+    assert mapped.residents.has_room(of(platform="cuda"))
+    assert "b" in mapped.residents, "who asks drives none out"
+
+
 def test_where_nothing_tells_all_stay(mapped, monkeypatch):
     monkeypatch.setattr(host, "mappings", lambda: None)
     for name in "abcdef":
@@ -132,3 +140,20 @@ def test_what_has_gone_goes_on_where_it_was(monkeypatch):
     assert (few, many) == (2, 4)
     for one, other in zip(once, again, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_renewed_process_loads_no_more_than_stays(monkeypatch):
+    """The second program would drive the first out: it is loaded when it runs."""
+    modules = {
+        "whole": lowered.train_module(lowered.ONE),
+        "data": lowered.train_module((("data", 8),), spec=P()),
+    }
+    monkeypatch.setattr(residents, "_is_full", lambda: True)
+    monkeypatch.setattr(residents, "_is_short", lambda: False)
+    bench = Bench()
+    assert bench.set_inputs(lowered.init_module(), lowered.make_batches()) is None
+    assert [bench.resume(name, module) for name, module in modules.items()] == [None, None]
+    assert bench.at_hand() == {"whole"} and bench._entries["whole"].steps == 1
+    assert len(bench.run("data", 2)) == 2
+    assert bench.at_hand() == {"data"}
+    assert bench._entries["data"].steps == 3, "one after loading is not recorded"
