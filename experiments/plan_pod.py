@@ -138,6 +138,7 @@ def _figures(
         "model": _MODEL.value,
         "target": _TARGET.value,
         "scanned": _SCANNED.value,
+        "remat": _REMAT.value,
         "batch_size": size.batch_size,
         "layers": size.model.layers,
         "overrides": overrides,

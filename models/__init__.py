@@ -1,1 +1,1 @@
-"""Flax NNX models and the data that the experiments train them on."""
+"""Models in Flax NNX, Flax Linen and plain JAX, and the data that the experiments train them on."""
