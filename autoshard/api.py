@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import datetime
 import functools
+import operator
 import os
 import pathlib
 import time
@@ -90,11 +91,15 @@ def search(
       LayoutError: `fix` names nothing, or mesh axes that there are not.
       JournalError: not a journal, damaged, of another schema, or in use by another search.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
-      ValueError: `memory_headroom` outside [0, 1), or a negative `seed`.
+      ValueError: `memory_headroom` outside [0, 1), or a `seed` that is negative or no whole number.
     """
     start_s = time.perf_counter()
     if not 0 <= memory_headroom < 1:
         raise ValueError(f"memory_headroom must be in [0, 1), got {memory_headroom}")
+    try:
+        seed = operator.index(seed)  # also NumPy's: random.Random takes none of them
+    except TypeError as error:
+        raise ValueError(f"seed must be a whole number, got {seed!r}") from error
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}: batches are drawn from it")
     target = find_target(mesh, memory_bytes, hardware)

@@ -41,7 +41,7 @@ from autoshard.precision import precise_rates
 from autoshard.probes import PATCHED_FEATURES, Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 21
+REVISION = 22
 _ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
 _DRAWS = 5  # of 6 s each on two cores; one alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
@@ -57,8 +57,9 @@ _TOUCHED = {
 }
 _ARRAYS = 64  # of a program that does next to nothing
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
-# float32, 3 MB on each device; no powers of two, whose columns share cache sets.
-_MATRIX = 760, 1000
+# float32, 3 MB on each device; no powers of two, whose columns share cache sets. Each of 64 sets
+# comes to have 24 of its lines, twice as many as the first caches of newer processors hold.
+_MATRIX = 1520, 500
 _ALIGNED = 512, 512  # their columns take two sets
 _SUMMED = 512, 256  # products on each device; it has one array of them, or two of half the rows
 _FRESH_DEVICES = 8  # enough to keep every core busy; on all of a large mesh it would be gigabytes

@@ -29,7 +29,7 @@ def compared(
     finally:
         bench.unload("the plan")
     if isinstance(report, Failure):
-        raise PlanError(f"the plan's step does not compute what it should: {report.message}")
+        raise PlanError(f"the plan's step does not run: {report.message}")
     if (failure := report.failure()) is not None:
         raise PlanError(f"the plan's step does not compute what it should: {failure.message}")
     return report

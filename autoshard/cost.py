@@ -221,11 +221,9 @@ class CostModel:
     def __init__(
         self,
         constants: Constants,
-        correction: Correction | None = None,
         network: Network | None = None,
     ):
         self.constants = constants
-        self.correction = correction or Correction()
         self._network = network
         self._by_dtype = dict(constants.contract_by_dtype)
         self._touched = np.log([bytes_ for bytes_, _ in constants.bandwidths])
@@ -306,7 +304,7 @@ class CostModel:
             each = np.where([bool(dtype) for dtype in dtypes], arithmetic_s + memory_s, each)
         each = each + self._across_lines_s(transposed, collided) + c.launch_s
         each = each + self._degenerate_s(degenerate, degenerate_across) + patches * c.patch_s
-        return float(self._devices * np.dot(each, trips)) * self.correction.compute
+        return float(self._devices * np.dot(each, trips))
 
     def memory_s(self, bytes_: Any, touched: Any = None) -> Any:
         """Seconds of memory traffic; of a number, or of an array of them.
@@ -334,7 +332,7 @@ class CostModel:
 
     def handing_s(self, arrays: int) -> float:
         """Seconds in which the host hands a step so many arrays, and takes back what it returns."""
-        return self._devices * arrays * self.constants.array_s * self.correction.compute
+        return self._devices * arrays * self.constants.array_s
 
     def fresh_s(self, block_bytes: float, between: tuple[float, float] = (1.0, 1.0)) -> float:
         """Seconds a step waits for the pages of its temporaries, one block on each device.
@@ -349,8 +347,7 @@ class CostModel:
         if block_bytes and most > least:
             likely = math.log(most * block_bytes / FRESH_FROM_BYTES) / math.log(most / least)
             likely = min(max(likely, 0.0), 1.0)
-        seconds = likely * self._devices * block_bytes * self.constants.fresh_s_per_byte
-        return seconds * self.correction.compute
+        return likely * self._devices * block_bytes * self.constants.fresh_s_per_byte
 
     def kernel_s(self, work: Work, touched: float | None = None) -> float:
         """Seconds of one compiled kernel; `touched` as `memory_s` has it.
@@ -362,7 +359,7 @@ class CostModel:
         """
         c = self.constants
         if work.cycles is not None and work.matmul_flops and c.clock_hz:
-            return self._devices * work.cycles / c.clock_hz * self.correction.compute
+            return self._devices * work.cycles / c.clock_hz
         busy = sum(flops / self.rate(dtype) for dtype, flops in work.matmul_flops)
         busy *= max(1.0, c.least_rows / work.rows)
         if work.turned_flops and c.turned_flops_per_s:
@@ -378,7 +375,7 @@ class CostModel:
         each += self._across_lines_s(work.transposed, work.collided)
         each += self._degenerate_s(work.degenerate, work.degenerate_across)
         each += work.patches * c.patch_s
-        return self._devices * (each + c.launch_s) * self.correction.compute
+        return self._devices * (each + c.launch_s)
 
     def collective_s(self, one: Collective, mesh: MeshShape) -> float:
         """Seconds of one execution of a collective on a mesh."""
@@ -386,7 +383,7 @@ class CostModel:
             return 0.0
         if self._network is not None:
             spans = self._network.spans(one.mesh_axes, one.group_size, mesh, one.members)
-            return collective_s(one.kind, spans, one.bytes) * self.correction.communication
+            return collective_s(one.kind, spans, one.bytes)
         links = self._links.get(one.kind) or self._links.get("all_gather")
         if not links:
             return 0.0
@@ -395,7 +392,7 @@ class CostModel:
         latency = float(np.interp(one.group_size, sizes, latencies))
         per_byte = float(np.interp(one.group_size, sizes, per_bytes))
         turns = one.arrays if self.constants.one_by_one else 1
-        return (latency * turns + per_byte * one.bytes) * self.correction.communication
+        return latency * turns + per_byte * one.bytes
 
     def collectives_s(self, collectives: Iterable[Collective], mesh: MeshShape) -> float:
         return sum(self.collective_s(c, mesh) * c.count for c in collectives)

@@ -113,6 +113,7 @@ def _each_once(failures: Sequence[Failure], most: int) -> str:
 
 _SYNTHETIC = " The batches were synthetic (normal floats, integers 0 or 1): give Workload.sample."
 
+_LONGER_RUNS = "give each run on the devices longer: Budget(measure_seconds=...)"
 _REMEDIES = {
     Kind.TIMEOUT: "give each compilation longer: Budget(compile_seconds=...); where an executor was"
     " given, see whether its workers still run",
@@ -132,8 +133,10 @@ def _why_stopped(failures: Sequence[Failure]) -> list[str]:
         f" ({_kinds(failures)}); the first, in {first.stage}: {first.kind}: {first.message[:500]}",
         "What to do:",
     ]
-    kinds = {f.kind for f in failures}
-    return lines + [f"  - {kind}: {text}." for kind, text in _REMEDIES.items() if kind in kinds]
+    ran = [f.kind is Kind.TIMEOUT and f.stage is Stage.PROFILE for f in failures]
+    kinds = {f.kind for f, late in zip(failures, ran, strict=True) if not late}
+    lines += [f"  - {kind}: {text}." for kind, text in _REMEDIES.items() if kind in kinds]
+    return lines + [f"  - {Kind.TIMEOUT}: {_LONGER_RUNS}."] * any(ran)
 
 
 def _kinds(failures: Sequence[Failure]) -> str:

@@ -149,9 +149,15 @@ def allowed_meshes(
     """The mesh shapes a search may use; a given mesh comes first.
 
     Raises:
-      WorkloadError: `mesh_shape` is neither "free" nor "fixed".
+      WorkloadError: `mesh_shape` is neither "free" nor "fixed", or it is "fixed" and no mesh was
+        given.
     """
     given = tuple((name, size) for name, size in target.given if size > 1)
+    if mesh_shape == "fixed" and not target.given:
+        raise WorkloadError(
+            f'mesh_shape="fixed" keeps the shape of the mesh that is given, got'
+            f" {target.describe()} without one: give a jax.sharding.Mesh, or leave mesh_shape out"
+        )
     if mesh_shape == "fixed":
         return (given or mesh_shapes(target.device_count, (), ordered=False)[0],)
     if mesh_shape != "free":

@@ -132,7 +132,7 @@ class Measurement:
       samples_s: wall time of each step, seconds (`rungs.bench.Benches.run` says from when to when).
       rounds: for each sample the round it was taken in; samples of one round pair up.
       devices: the profile of each device, empty where no trace was taken.
-      numerics: "exact", "relative", "reduced", "unchecked", or "unsharded": on one device, where
+      numerics: "exact", "relative", "unchecked", or "unsharded": on one device, where
         it is what others are compared with, and finite.
       numerics_error: largest error of a state leaf's change or of a metric, relative to it and to
         what rounding may do to it (`rungs.numerics.LeafError`); None if unchecked.

@@ -67,6 +67,8 @@ def main(argv: list[str]) -> None:
     store = Store(results=pathlib.Path(_OUT.value), runs=pathlib.Path(_RUN.value))
     cases, devices = _cases(), [int(count) for count in _DEVICES.value]
     if _HERE.value:
+        if _PART.value not in (*PARTS, "predict"):
+            raise app.UsageError(f"--here runs one part, got --part={_PART.value}")
         (case,), (count,) = cases, devices
         _run_here(Task(part=_PART.value, case=case, devices=count), store)
         return

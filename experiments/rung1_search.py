@@ -30,7 +30,7 @@ class Climb:
 
     Attributes:
       baselines, judged: candidates that every search begins with; those the strategy asked for.
-      cpu_s: CPU seconds of all, the baselines included.
+      cpu_s: CPU seconds of all, the baselines included, but of outcomes that were known before.
       curve: the best of the baselines that fit (0 candidates), then every improvement.
     """
 

@@ -141,8 +141,9 @@ def train(
     except BaseException:
         leaves = jax.tree.leaves(state)
         donated = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
-        if step > done and not donated:
-            checkpoint = checkpoint_folder and _vacant(checkpoint_folder / f"{step:06d}")
+        if step > done:
+            folder = None if donated else checkpoint_folder
+            checkpoint = folder and _vacant(folder / f"{step:06d}")
             keep()
         raise
 

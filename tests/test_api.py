@@ -20,6 +20,7 @@ from autoshard.layout import Candidate
 from autoshard.lowering import lower_step
 from autoshard.program import trace
 from autoshard.rungs import numerics
+from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.worker import worker_here
 from autoshard.subjects import make_subject
 from autoshard.target import find_target
@@ -171,6 +172,54 @@ def test_ctrl_c_at_every_event_from_some_moment_on_still_gives_a_plan(searched, 
         callbacks=(callback,),
     )
     assert plan.evidence.ended == "interrupted"
+
+
+def test_a_callback_that_stops_from_the_first_compilation_on_gets_the_best_estimate(quick):
+    def callback(event):
+        if event.stage is not Stage.TRACE and event.stage is not Stage.PROPAGATE:
+            raise KeyboardInterrupt
+
+    plan = quick(callbacks=(callback,))
+    assert plan.evidence.ended == "interrupted"
+    assert isinstance(plan.trial.compiled, Estimate)
+
+
+def test_ctrl_c_while_more_is_compiled_since_nothing_fits(quick):
+    """The first Ctrl-C, however late."""
+    callback, told = interrupting(Stage.COMPILE)
+    with pytest.raises(autoshard.NoPlanError, match="no layout fits"):
+        quick(memory_bytes=1, callbacks=(callback,))
+    assert told[-1].text.startswith("interrupted")
+
+
+def test_a_failed_check_and_no_time_for_others_leave_these_to_the_estimates(
+    searched, tmp_path, monkeypatch
+):
+    """Not: nothing computes what it should, which nobody knows of the others."""
+    journal = until(searched, tmp_path, lambda r: r.get("rung") == "profile")
+    leaf = numerics.LeafError(path="state['w']", error=0.3, tolerance=1e-4)
+    wrong = numerics.NumericsReport(steps=2, state=(leaf,), metrics=())
+    checked = []
+    monkeypatch.setattr(ChildBench, "numerics", lambda *_: checked.append(_) or wrong)
+    late = ledger.Ledger.late
+
+    def is_late(self, share):
+        if checked:
+            self.ended = "out of time"
+        return bool(checked) or late(self, share)
+
+    monkeypatch.setattr(ledger.Ledger, "late", is_late)
+    plan = autoshard.search(
+        mlp,
+        DEVICES,
+        budget=workloads.MEASURED,
+        journal=journal,
+        calibration=searched.calibration,
+    )
+    assert len(checked) == 1 and plan.evidence.ended == "out of time"
+    assert plan.trial.profiled is None and plan.trial.compiled is not None
+    assert "1 of 1 programs that ran before the search ended compute something else" in str(plan)
+    assert "Numerics: unchecked" in str(plan)
 
 
 def test_ctrl_c_in_the_second_race_keeps_the_first(searched, tmp_path):
@@ -377,6 +426,9 @@ def test_a_fixed_mesh_keeps_its_shape_and_order(quick):
     assert {t.candidate.layout.mesh for t in plan.evidence.trials} == {(("a", 2), ("b", 4))}
     with pytest.raises(autoshard.WorkloadError, match='"free" or "fixed"'):
         quick(mesh=mesh, mesh_shape="loose")
+    for given in (DEVICES, "v5e:2x4"):
+        with pytest.raises(autoshard.WorkloadError, match=r"without one: give a jax.sharding.Mesh"):
+            quick(mesh=given, mesh_shape="fixed")
 
 
 def test_a_limit_of_next_to_nothing_says_what_would_help(quick):

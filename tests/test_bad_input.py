@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import JournalError, LayoutError, NoPlanError, TargetError, WorkloadError
+from autoshard import (
+    JournalError,
+    LayoutError,
+    NoPlanError,
+    TargetError,
+    WorkloadError,
+    no_plan,
+)
 from autoshard.driver import compiling
 from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.numerics import LeafError, NumericsReport
@@ -284,6 +291,18 @@ def test_steps_that_differ_from_the_unsharded_one_name_the_leaf(calibration, mon
         autoshard.search(lambda: mlp(), DEVICES, budget=MEASURE, calibration=calibration)
     said = r"\d of \d: after 2 steps 1 of 1 leaves differ .* state\['w'\]: error 0.3, tolerance"
     assert re.search(said, str(caught.value))
+
+
+def test_what_took_too_long_on_the_devices_is_to_have_longer_there():
+    def told(*stages):
+        late = [Failure(stage=s, kind=Kind.TIMEOUT, message="killed") for s in stages]
+        return "\n".join(no_plan._why_stopped(late))
+
+    assert "Budget(measure_seconds=...)" in told(Stage.PROFILE)
+    assert "compile_seconds" not in told(Stage.PROFILE)
+    assert "measure_seconds" not in told(Stage.COMPILE)
+    both = told(Stage.COMPILE, Stage.PROFILE)
+    assert "measure_seconds" in both and "compile_seconds" in both
 
 
 def test_unknown_knobs_and_knobs_without_values(quick):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard import hlo
+from autoshard import calibrate, hlo
 from autoshard.cache_lines import KEPT, STAY, Lines, Turn
 from autoshard.cost import CostModel
 from autoshard.hlo.steps import Launch, Steps
@@ -29,7 +29,7 @@ from tests.programs import shaped
         ((1024, 1024), (1, 0), (0, 1), Lines(1.0, 1.5)),
         ((256, 256), (1, 0), (0, 1), Lines(1.0, 0.25)),  # 1024 apart: four sets, 64 lines each
         ((384, 384), (1, 0), (0, 1), Lines(1.0, 0.0)),  # 1536 apart: eight sets
-        ((760, 1000), (1, 0), (0, 1), Lines(1.0, 0.0)),  # all sets, 12 lines each
+        (calibrate._MATRIX, (1, 0), (0, 1), Lines(1.0, 0.0)),  # all sets, 24 lines each
         ((64, 1001), (1, 0), (0, 1), Lines(KEPT, 0.0)),
         ((65, 1001), (1, 0), (0, 1), Lines(1.0, 0.0)),  # two lines of a set, but many
         # 4100 apart: the lines of sixteen columns share a set, and the next sixteen the next one.

@@ -226,7 +226,7 @@ def test_a_byte_of_a_fresh_block_costs_what_a_kept_one_does_not():
 
 
 def test_a_transposed_element_costs_what_a_straight_one_does_not():
-    elements = 4 * 760 * 1000
+    elements = 4 * 1520 * 500
     seconds = {"straight": 0.002, "transposed": 0.002 + elements * 1e-9}
     assert transposed_s(seconds, 4) == pytest.approx(1e-9)
     assert transposed_s({**seconds, "transposed": 0.001}, 4) == 0.0

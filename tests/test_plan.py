@@ -407,7 +407,7 @@ def test_a_plan_that_computes_something_else_is_told(fsdp, monkeypatch):
         ),
         ("set_inputs", "init\\(\\) does not run unsharded: no room"),
         ("load", "the plan's step cannot be loaded: no room"),
-        ("numerics", "does not compute what it should: no room"),
+        ("numerics", "the plan's step does not run: no room"),
     ],
 )
 def test_what_keeps_a_check_from_running_is_told(fsdp, monkeypatch, call, message):

@@ -12,6 +12,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autoshard
@@ -269,6 +270,17 @@ def test_more_rounds_are_run_and_what_had_too_little_time_gets_more(searched, co
     patient = dataclasses.replace(workloads.MEASURED, measure_seconds=failure["elapsed_s"] + 1)
     run(journal, searched.calibration, budget=patient)
     assert counted["race"] == 2
+
+
+def test_a_seed_of_numpy_is_the_same_seed(searched, counted, tmp_path):
+    journal = tmp_path / "j.jsonl"
+    journal.write_bytes(searched.journal.read_bytes())
+    before = lines(journal)
+    run(journal, searched.calibration, seed=np.int64(0))
+    assert counted["race"] == counted["compile"] == 0 and lines(journal) == before
+    for seed, said in ((1.5, "a whole number, got 1.5"), (np.int64(-1), "0 or more, got -1")):
+        with pytest.raises(ValueError, match=said):
+            run(journal, searched.calibration, seed=seed)
 
 
 def test_who_is_interrupted_while_tracing_keeps_the_race(searched, counted, tmp_path):

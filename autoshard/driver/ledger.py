@@ -136,7 +136,10 @@ class Ledger:
                 self.elapsed_s[within] -= seconds
 
     def tell(self, stage: Stage, done: int, total: int, text: str) -> None:
-        """Tells the callbacks where the search is."""
+        """Tells the callbacks where the search is.
+
+        A callback may raise KeyboardInterrupt to end it; once that is done it ends nothing more.
+        """
         measured = self.measured()
         best = self.time_of(measured[0]) if measured else None
         if best is None:
@@ -149,7 +152,11 @@ class Ledger:
             best = min(times, default=None)
         event = Event(stage=stage, done=done, total=total, text=text, best_s=best)
         for callback in self.callbacks:
-            callback(event)
+            try:
+                callback(event)
+            except KeyboardInterrupt:
+                if self.ended != "interrupted":
+                    raise
 
     def measured(self) -> list[int]:
         """Measured rows, fastest median first."""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autoshard.compat.threads import threads_asked
+from autoshard.compat.versions import versions
 from autoshard.driver.ledger import Ledger, Row
 from autoshard.driver.race_records import RaceRecords, trace_key, with_trace
 from autoshard.errors import WorkerError
@@ -55,9 +56,15 @@ class Measuring:
 
     def __init__(self, ledger: Ledger, compile_key: Callable[[Row], str]):
         self.ranking: tuple[int, ...] = ()
+        self._asked: set[int] = set()
         self._ledger = ledger
         self._compile_key = compile_key
         self._inputs: dict[int, Inputs] = {}
+
+    @property
+    def left(self) -> list[int]:
+        """Rows that were to be measured, and were neither that nor failed."""
+        return [i for i in sorted(self._asked) if self._ledger.rows[i].profiled is None]
 
     def measure(
         self,
@@ -82,6 +89,7 @@ class Measuring:
         ledger = self._ledger
         if not indices:
             return
+        self._asked.update(indices)
         keys = {i: self._key(ledger.rows[i], wave) for i in indices}
         ranked: list[int] = []
         # Programs with one kind of state and batch start from the same values.
@@ -129,12 +137,10 @@ class Measuring:
         if ledger.late(1.0):
             return []
         names = {self._name(i): i for i in group}
-        records = RaceRecords(
-            ledger,
-            {name: ledger.rows[i] for name, i in names.items()},
-            {name: keys[i] for name, i in names.items()},
-            more,
-        )
+        of_names = {name: keys[i] for name, i in names.items()}
+        of_names |= {self._reference(i): self._reference_key(ledger.rows[i]) for i in group}
+        rows = {name: ledger.rows[i] for name, i in names.items()}
+        records = RaceRecords(ledger, rows, of_names, more)
         try:
             return self._raced(bench, names, records, rounds, first_round, share)
         except WorkerError as error:  # that says nothing of the programs
@@ -166,13 +172,17 @@ class Measuring:
         here = ledger.target.platform != "cpu"  # what takes a process down takes down this one
         racing = [name for name in names if not (here and records.died_twice(name))]
         finalists = [self._finalist(name, names[name]) for name in racing]
+        references: dict[str, Module | Failure] = {
+            name: (records.died_twice(name) if here else None) or module
+            for name, module in self._references(finalists, [names[n] for n in racing]).items()
+        }
         if not here:
             records.started(racing)
         touching: Touching = records.touching if here else contextlib.nullcontext
         judged = profile.judge(
             bench,
             finalists,
-            self._references(finalists, [names[name] for name in racing]),
+            references,
             seed=ledger.seed,
             memory_bytes=ledger.target.memory_bytes,
             settings=RaceSettings(max_rounds=rounds),
@@ -182,6 +192,7 @@ class Measuring:
             on_failure=records.failed,
         )
         records.measured(judged, first_round)
+        ledger.notes += judged.notes
         ranked = [names[n] for n in judged.ranking]
         self._rank(ranked)  # whatever interrupts what follows, this is known
         if judged.why_it_ended == INTERRUPTED:
@@ -225,7 +236,7 @@ class Measuring:
             name=name,
             module=module,
             footprint=footprint(module, compiled.peak_memory_bytes),
-            reference=f"reference {row.subject}",
+            reference=self._reference(index),
             checked=row.profiled if isinstance(row.profiled, Measurement) else None,
         )
 
@@ -257,6 +268,21 @@ class Measuring:
 
     def _name(self, index: int) -> str:
         return f"{self._ledger.rows[index].baseline or 'candidate'} {index}"
+
+    def _reference(self, index: int) -> str:
+        """The name of the unsharded step of a row's knobs."""
+        return f"reference {self._ledger.rows[index].subject}"
+
+    def _reference_key(self, row: Row) -> str:
+        """The journal's key of a run of the unsharded step of a row's knobs."""
+        ledger = self._ledger
+        return key_of(
+            rung="reference",
+            program=ledger.subject_of(row).analysis.digest,
+            devices=[str(d) for d in ledger.target.devices],
+            host=os.uname().nodename,
+            versions=versions(),
+        )
 
     def _key(self, row: Row, wave: str) -> str:
         ledger = self._ledger

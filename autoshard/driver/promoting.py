@@ -70,11 +70,20 @@ def promoted(ledger: Ledger, count: int, taken: Sequence[int]) -> list[int]:
         for i, row in enumerate(ledger.rows)
         if isinstance(row.propagated, Estimate)
     ]
-    done = [e for e in entries if e.index in set(taken) or ledger.rows[e.index].compiled]
+    gone_on = {*taken, *(i for i, row in enumerate(ledger.rows) if _has_gone_on(row))}
+    done = [e for e in entries if e.index in gone_on]
     chosen = promote.promote(
         entries, count, ledger.correction, ledger.limit_bytes, lower_bound(ledger), done
     )
     return [e.index for e in chosen]
+
+
+def _has_gone_on(row: Row) -> bool:
+    """Whether rung 2 has judged a row, and not rung 1 in its place, which may learn."""
+    judged = row.compiled
+    return judged is not None and not (
+        isinstance(judged, Failure) and judged.stage is Stage.PROPAGATE
+    )
 
 
 def worth_measuring(ledger: Ledger, indices: Sequence[int]) -> list[int]:
@@ -148,9 +157,7 @@ def smallest(ledger: Ledger) -> int | None:
     if not peaks:
         return None
     index = min(peaks)[1]
-    judged = ledger.rows[index].compiled
-    rejected = isinstance(judged, Failure) and judged.stage is Stage.PROPAGATE
-    return index if judged is None or rejected else None
+    return None if _has_gone_on(ledger.rows[index]) else index
 
 
 def learn(ledger: Ledger) -> None:

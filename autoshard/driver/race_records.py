@@ -14,7 +14,8 @@ class RaceRecords:
     """Writes to the journal, and to the rows, as finalists are judged.
 
     Args:
-      rows, keys: by name of the finalist: its row, and the journal's key of its measurement.
+      rows: by name of the finalist.
+      keys: the journal's, of each finalist's measurement and of each unsharded step's run, by name.
       more: what every line says beside the row.
     """
 
@@ -36,7 +37,10 @@ class RaceRecords:
         return self._more.get("wave") == "final"
 
     def _note(self, name: str) -> dict[str, object]:
-        return {**self._more, **self._ledger.note("profile", self._rows[name])}
+        row = self._rows.get(name)
+        if row is None:  # an unsharded step
+            return {**self._more, "rung": "profile", "baseline": name}
+        return {**self._more, **self._ledger.note("profile", row)}
 
     def started(self, names: Sequence[str]) -> None:
         """Programs begin to run that may take the process down."""
@@ -47,17 +51,22 @@ class RaceRecords:
         """They run inside."""
         return self._ledger.journal.attempted({self._keys[n]: self._note(n) for n in names})
 
-    def died_twice(self, name: str) -> bool:
+    def died_twice(self, name: str) -> Failure | None:
         """Whether the process died in the midst of it twice: it is a crash then, and recorded."""
+        found = self._ledger.journal.find(self._keys[name])
+        if name not in self._rows and isinstance(found, Failure):
+            return found
         if self._ledger.journal.attempts(self._keys[name]) < 2:
-            return False
+            return None
         message = "the process died twice while measuring this program"
-        self.failed(name, Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message=message))
-        return True
+        failure = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message=message)
+        self.failed(name, failure)
+        return failure
 
     def failed(self, name: str, failure: Failure) -> None:
         """Recorded at once."""
-        self._rows[name].profiled = failure
+        if name in self._rows:
+            self._rows[name].profiled = failure
         self._ledger.journal.add(self._keys[name], failure, self._note(name))
 
     def measured(self, judged: Judged, first_round: int) -> None:

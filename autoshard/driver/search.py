@@ -7,7 +7,7 @@ import itertools
 import pathlib
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autoshard.budget import Budget, Callback
 from autoshard.compat.contexts import without_mesh
@@ -116,13 +116,13 @@ def run_search(
         compiling = Compiling(ledger, executor)
         measuring = Measuring(ledger, compiling.key)
         with compiling.opened():
-            try:
+            with _keeping_what_there_is(ledger):
                 _climb(ledger, compiling, measuring, strategy)
-            except KeyboardInterrupt:
-                ledger.ended = "interrupted"
-                with contextlib.suppress(KeyboardInterrupt):  # a callback's way to stop a search
-                    ledger.tell(Stage.PROFILE, 0, 0, "interrupted: finishing with the best so far")
-            ranking = measuring.ranking or _ranked_by_estimate(ledger, compiling)
+            ranking = [*measuring.ranking]
+            if not ranking and _may_be_estimated(ledger, measuring):
+                with _keeping_what_there_is(ledger):
+                    _compile_until_one_fits(ledger, compiling)
+                ranking = _by_estimate(ledger)
     journal.sync()
     ledger.elapsed_s["all"] = time.perf_counter() - ledger.start_s
     return Found(
@@ -135,6 +135,16 @@ def run_search(
         correction=ledger.correction,
         notes=tuple(dict.fromkeys(ledger.notes)),
     )
+
+
+@contextlib.contextmanager
+def _keeping_what_there_is(ledger: Ledger) -> Iterator[None]:
+    """A KeyboardInterrupt, also a callback's, ends what is inside; the search goes on after it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        ledger.ended = "interrupted"
+        ledger.tell(Stage.PROFILE, 0, 0, "interrupted: finishing with the best so far")
 
 
 def _climb(
@@ -195,37 +205,50 @@ def _climb(
         learn(ledger)
 
 
-def _ranked_by_estimate(ledger: Ledger, compiling: Compiling) -> list[int]:
-    """Nothing was measured: what rung 2 finds to fit, by its estimate.
+def _may_be_estimated(ledger: Ledger, measuring: Measuring) -> bool:
+    """Nothing was measured: whether that leaves something to plan by its estimate.
 
-    Compiles a few more where nothing is known to fit yet, at last what rung 1 takes for the
-    smallest: rung 1 may be wrong, and if it is not, the error can say what is missing. What failed
-    on the devices is not planned; and nothing is where measuring came to its end and a candidate
-    computed something else than it should.
+    Not where candidates compute something else than they should, unless others were left unchecked,
+    by an interrupt or for want of time: nobody knows of these, which is noted.
     """
-    failed = {
-        i: row.profiled for i, row in enumerate(ledger.rows) if isinstance(row.profiled, Failure)
-    }
-    wrong = any(f.kind is Kind.NUMERICS for f in failed.values())
-    if wrong and ledger.ended != "interrupted":
-        return []
+    checked = [row.profiled for row in ledger.rows if isinstance(row.profiled, Failure)]
+    wrong = sum(failure.kind is Kind.NUMERICS for failure in checked)
+    if not wrong or (ledger.ended != "interrupted" and not measuring.left):
+        return not wrong
+    ledger.notes.append(
+        f"{wrong} of {len(checked)} programs that ran before the search ended compute something"
+        " else than the unsharded step; the plan was not checked: plan.check() compares it"
+    )
+    return True
 
-    def fitting() -> list[int]:
-        fitting = ledger.fitting(range(len(ledger.rows)))
-        return [i for i in ledger.standing(fitting) if i not in failed]
 
+def _fitting(ledger: Ledger) -> list[int]:
+    """Rows that rung 2 finds to fit and that have not failed on the devices."""
+    fitting = ledger.standing(ledger.fitting(range(len(ledger.rows))))
+    return [i for i in fitting if not isinstance(ledger.rows[i].profiled, Failure)]
+
+
+def _compile_until_one_fits(ledger: Ledger, compiling: Compiling) -> None:
+    """Compiles a few more where nothing is known to fit, at last the smallest by rung 1.
+
+    Rung 1 may be wrong, and if it is not, the error can say what is missing.
+    """
     for _ in range(4):
-        more = [] if fitting() else promoted(ledger, 2, [])
+        more = [] if _fitting(ledger) else promoted(ledger, 2, [])
         if not more:
             break
         with ledger.timed("compile"):
             compiling.compile(more, float("inf"))
-    if not fitting() and (least := smallest(ledger)) is not None:
+    if not _fitting(ledger) and (least := smallest(ledger)) is not None:
         with ledger.timed("compile"):
             compiling.compile([least], float("inf"))
+
+
+def _by_estimate(ledger: Ledger) -> list[int]:
+    """Nothing was measured: what rung 2 finds to fit, by its estimate."""
 
     def order(i: int) -> tuple[float, int]:
         usual = ledger.rows[i].candidate.layout.wording is Wording.LEAN
         return ledger.estimated_s(i) * (1.0 if usual else 1.0 + _WORTH), i
 
-    return sorted(fitting(), key=order)
+    return sorted(_fitting(ledger), key=order)

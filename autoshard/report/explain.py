@@ -120,7 +120,6 @@ def numerics(plan: "Plan") -> str:
     against = {
         "exact": "the unsharded step",
         "relative": "another layout that fits",
-        "reduced": "the unsharded step on a smaller batch",
     }[measured.numerics]
     return (
         f"Numerics: {measured.numerics}; after 2 steps the change of every state leaf agrees with"

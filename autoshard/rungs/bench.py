@@ -28,7 +28,7 @@ from autoshard.module import Module
 from autoshard.rungs import numerics
 from autoshard.rungs.executables import keep, kept
 from autoshard.rungs.failures import failure_of
-from autoshard.rungs.numerics import NumericsReport, Reference, Trajectory
+from autoshard.rungs.numerics import NumericsReport, Reference, ReferenceLost, Trajectory
 from autoshard.rungs.residents import Residents
 from autoshard.trial import Failure, Kind, Stage
 
@@ -80,7 +80,7 @@ class Benches(Protocol):
         The last one trusted is the reference. Nothing of it stays on the devices.
         """
 
-    def numerics(self, name: str, reference: str) -> NumericsReport | Failure:
+    def numerics(self, name: str, reference: str) -> NumericsReport | ReferenceLost | Failure:
         """Compares a loaded program with the reference; it then starts again.
 
         Raises:

@@ -13,9 +13,10 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.compat.executable import MemoryUse
+from autoshard.errors import WorkerError
 from autoshard.module import Module
 from autoshard.rungs.bench import Bench
-from autoshard.rungs.numerics import NumericsReport
+from autoshard.rungs.numerics import NumericsReport, ReferenceLost
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings
 from autoshard.trial import Failure, Stage
 
@@ -32,7 +33,8 @@ class ChildBench:
       executables: folder with what workers have compiled for devices like the child's; what is not
         there the child compiles, and the next child finds.
 
-    Every method but `unload` and `close` may raise WorkerError, when no child can be started.
+    Every method but `unload` and `close` may raise WorkerError, when no child can be started, or
+    none be set up with inputs that an earlier one took.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ChildBench:
         self._executables = executables
         self._time_limit_s = time_limit_s
         self._starts = 0
+        self._is_set = False  # whether a child has taken the inputs
         self._inputs: tuple[Module | list[np.ndarray], list[list[np.ndarray]]] | None = None
         self._wanted: dict[str, Module] = {}
         self._lost: dict[str, Failure] = {}
@@ -59,6 +62,7 @@ class ChildBench:
         self._inputs = (start, [list(batch) for batch in batches])
         self._reference = None
         self._starts = -1  # whatever child there is must be set up again
+        self._is_set = False
         return self._ready()
 
     def load(self, name: str, module: Module) -> MemoryUse | Failure:
@@ -104,7 +108,7 @@ class ChildBench:
             self._trusting = self._worker.starts
         return refused
 
-    def numerics(self, name: str, reference: str) -> NumericsReport | Failure:
+    def numerics(self, name: str, reference: str) -> NumericsReport | ReferenceLost | Failure:
         if (failure := self._on(name)) is not None:
             return failure
         if self._reference is not None and self._trusting != self._worker.starts:
@@ -114,7 +118,7 @@ class ChildBench:
             if (failure := self._on(name)) is not None:
                 return failure
         if reference in self._lost:
-            return self._lost[reference]
+            return ReferenceLost(self._lost[reference])
         return self._costing(name, self._call(_numerics, name, reference))
 
     def finite(self, name: str, steps: int = 2) -> Failure | None:
@@ -153,8 +157,11 @@ class ChildBench:
             raise RuntimeError("set_inputs must be called before anything is loaded")
         while self._starts != self._worker.starts or self._worker.pid is None:
             failure = self._call(_set_inputs, *self._inputs, self._executables)
+            if isinstance(failure, Failure) and self._is_set:
+                raise WorkerError(f"a new process cannot be set up: {failure.message}")
             if isinstance(failure, Failure):
                 return failure
+            self._is_set = True
             self._starts = self._worker.starts
             for name, module in list(self._wanted.items()):
                 lost = self._call(_resume, name, module)

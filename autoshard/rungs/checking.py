@@ -6,13 +6,14 @@ agree with it.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from autoshard.module import Module
 from autoshard.rungs.bench import Benches
-from autoshard.rungs.numerics import NumericsReport
+from autoshard.rungs.numerics import NumericsReport, ReferenceLost
 from autoshard.rungs.race import Footprint
 from autoshard.trial import Failure, Kind, Measurement, Stage
 
@@ -27,7 +28,7 @@ class Finalist:
       name: distinct among the finalists.
       module: the program that will run.
       footprint: what it takes on a device, loaded and running.
-      reference: name of the unsharded program of the same knobs, "" to leave numerics unchecked.
+      reference: name of the unsharded program of the same knobs.
       checked: an earlier measurement whose numerics check stands, None if there is none.
     """
 
@@ -56,6 +57,7 @@ class Checking:
     Attributes:
       passed: name -> verdict.
       failed: name -> failure.
+      notes: what else the user should know.
 
     Args:
       touching: entered for as long as programs of these names run, which may take the process down.
@@ -73,17 +75,22 @@ class Checking:
     ):
         self.passed: dict[str, Verdict] = {}
         self.failed: dict[str, Failure] = {}
+        self.notes: list[str] = []
+        self._elapsed_s: dict[str, float] = {}
         self._bench = bench
         self._should_stop = should_stop
         self._touching = touching
         self._on_progress = on_progress
         self._on_failure = on_failure
 
-    def check(self, finalists: Sequence[Finalist], references: Mapping[str, Module]) -> None:
+    def check(
+        self, finalists: Sequence[Finalist], references: Mapping[str, Module | Failure]
+    ) -> None:
         """Checks them all, or as many as there is time for: one at least.
 
         Args:
-          references: the unsharded programs of those that are not checked yet, by name.
+          references: the unsharded programs of those that are not checked yet, by name; or why one
+            is not run.
         """
         groups: dict[str, list[Finalist]] = {}
         for finalist in finalists:
@@ -96,18 +103,15 @@ class Checking:
             fresh = [f for f in group if f.checked is None]
             if not fresh or self._no_more():
                 continue
-            if not reference:
-                self._leave_unchecked(fresh)
-                continue
             if all(f.module.device_count == 1 for f in fresh):
                 self._check_finite(fresh)
                 continue
-            self._tell("running the unsharded step")
-            if self._bench.trust(reference, references[reference]) is None:
-                for name, report in self._compared(fresh, reference):
-                    self._judge(name, report, "exact")
-            else:
-                self._check_each_other(group)
+            lost = self._trusted(reference, references[reference])
+            if lost is None:
+                lost = self._compare_all(fresh, reference)
+            if lost is not None:
+                self.notes.append(_without_reference(lost))
+                self._check_each_other(group, lost)
 
     def _no_more(self) -> bool:
         return bool(self.passed) and self._should_stop()
@@ -119,8 +123,24 @@ class Checking:
         self.failed[name] = failure
         self._on_failure(name, failure)
 
+    def _trusted(self, reference: str, program: Module | Failure) -> Failure | None:
+        """Runs the unsharded step, for others to be compared with it; why that cannot be."""
+        if isinstance(program, Failure):
+            return program
+        self._tell("running the unsharded step")
+        with self._touching([reference]):
+            return self._bench.trust(reference, program)
+
+    def _compare_all(self, finalists: Sequence[Finalist], reference: str) -> Failure | None:
+        """Judges each by the unsharded step; why that was lost, if it was."""
+        for name, report in self._compared(finalists, reference):
+            if isinstance(report, ReferenceLost):
+                return report.failure
+            self._judge(name, report, "exact")
+        return None
+
     def _judge(self, name: str, report: NumericsReport, kind: str) -> None:
-        if (failure := report.failure()) is not None:
+        if (failure := report.failure(self._elapsed_s[name])) is not None:
             self._fail(name, failure)
             return
         worst = report.worst
@@ -130,13 +150,13 @@ class Checking:
 
     def _compared(
         self, finalists: Sequence[Finalist], reference: str
-    ) -> Iterator[tuple[str, NumericsReport]]:
+    ) -> Iterator[tuple[str, NumericsReport | ReferenceLost]]:
         """Runs each beside the trusted reference; those that cannot run fail here."""
         for number, finalist in enumerate(finalists):
             if (self.passed or number) and self._should_stop():
                 return
             answer = self._asked(finalist, lambda name: self._bench.numerics(name, reference))
-            if isinstance(answer, NumericsReport):
+            if not isinstance(answer, Failure):
                 yield finalist.name, answer
 
     def _check_finite(self, finalists: Sequence[Finalist]) -> None:
@@ -148,28 +168,29 @@ class Checking:
             if not isinstance(self._asked(finalist, self._bench.finite), Failure):
                 self.passed[finalist.name] = Verdict("unsharded")
 
-    def _leave_unchecked(self, finalists: Sequence[Finalist]) -> None:
-        for finalist in finalists:
-            if not isinstance(self._asked(finalist, lambda name: None), Failure):
-                self.passed[finalist.name] = Verdict("unchecked")
-
     def _asked(self, finalist: Finalist, question: Callable[[str], T]) -> T | Failure:
         """What the bench says of a finalist while it is loaded; a failure is one of its own."""
         self._tell(f"checking the numerics of {finalist.name}")
+        begin = time.perf_counter()
         with self._touching([finalist.name]):
             loaded = self._bench.load(finalist.name, finalist.module)
             answer = loaded if isinstance(loaded, Failure) else question(finalist.name)
             self._bench.unload(finalist.name)
+        self._elapsed_s[finalist.name] = time.perf_counter() - begin
         if isinstance(answer, Failure):
             self._fail(finalist.name, answer)
         return answer
 
-    def _check_each_other(self, group: Sequence[Finalist]) -> None:
+    def _check_each_other(self, group: Sequence[Finalist], lost: Failure) -> None:
         """Compares programs of the same knobs with one of them that most agree with.
 
-        One that passed an earlier check is believed in any case.
+        One that passed an earlier check is believed in any case, and who failed stays so.
+
+        Args:
+          lost: why there is no reference.
         """
-        believed = [f for f in group if f.checked and f.checked.numerics != "unchecked"]
+        group = [f for f in group if f.name not in self.failed]
+        believed = [f for f in group if self._is_believed(f.name)]
         open_ = [f for f in group if f not in believed]
         differing: dict[str, Failure] = {}
         for yardstick in (*believed, *open_):
@@ -189,7 +210,10 @@ class Checking:
                     self._fail(yardstick.name, refused)
                 continue
             others = [f for f in open_ if f is not yardstick and f.name not in self.failed]
-            reports = dict(self._compared(others, yardstick.name))
+            compared = dict(self._compared(others, yardstick.name))
+            reports = {n: r for n, r in compared.items() if isinstance(r, NumericsReport)}
+            if len(reports) < len(compared):
+                continue  # the yardstick did not run once more
             agreeing = [name for name, report in reports.items() if report.passed]
             if yardstick in believed or 2 * (len(agreeing) + 1) > len(reports) + 1:
                 for name, report in reports.items():
@@ -200,19 +224,38 @@ class Checking:
                     self.passed[yardstick.name] = self.passed[agreeing[0]] if agreeing else alone
                 return
             for name, report in reports.items():
-                if (failure := report.failure()) is not None:
+                if (failure := report.failure(self._elapsed_s[name])) is not None:
                     differing[name] = failure
                     differing.setdefault(yardstick.name, failure)
         for name, failure in differing.items():
             if name not in self.failed:
                 self.passed.pop(name, None)
-                self._fail(name, _disagreeing(failure))
+                self._fail(name, _disagreeing(failure, lost))
+
+    def _is_believed(self, name: str) -> bool:
+        """Whether a program was found to be right."""
+        return name in self.passed and self.passed[name].kind != "unchecked"
 
 
-def _disagreeing(failure: Failure) -> Failure:
+def _disagreeing(failure: Failure, lost: Failure) -> Failure:
     return Failure(
         stage=Stage.PROFILE,
         kind=Kind.NUMERICS,
         message="programs of this step compute different things, and the unsharded one, which could"
-        f" tell which is right, does not run here: {failure.message}",
+        f" tell which is right, does not run here ({_why(lost)}): {failure.message}",
+        elapsed_s=failure.elapsed_s,
     )
+
+
+def _without_reference(lost: Failure) -> str:
+    return (
+        "the unsharded step does not run here, so that programs were compared with each other:"
+        f" {_why(lost)}"
+    )
+
+
+def _why(lost: Failure) -> str:
+    """Why there is no reference, in one line, and what to do."""
+    said = lost.message.strip().splitlines()
+    longer = "; Budget(measure_seconds=...) gives it longer" if lost.kind is Kind.TIMEOUT else ""
+    return f"{lost.kind}: {said[0][:300] if said else ''}{longer}"

@@ -20,10 +20,11 @@ def keep(executable: Executable, folder: Path) -> None:
     """Writes an executable, at once or not at all.
 
     Args:
-      folder: of this machine and of these compilers alone; made when missing.
+      folder: of this machine and of these compilers alone; made when missing, if what it lies in
+        is there: a search that has ended leaves nothing.
     """
     with contextlib.suppress(OSError, jax.errors.JaxRuntimeError):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         whole = _place(folder, executable.module)
         partial = whole.with_suffix(f".{os.getpid()}")
         try:

@@ -139,7 +139,11 @@ class NumericsReport:
         return tuple(leaf.path for leaf in self.leaves if leaf.noisy)
 
     def failure(self, elapsed_s: float = 0.0) -> Failure | None:
-        """The failure this comparison means for the candidate, None if it passed."""
+        """The failure this comparison means for the candidate, None if it passed.
+
+        Args:
+          elapsed_s: what the comparison took, seconds.
+        """
         wrong = sorted((x for x in self.leaves if not x.passed), key=lambda x: -x.error)
         if not wrong:
             return None
@@ -156,6 +160,16 @@ class NumericsReport:
             message="\n".join([head, *lines]),
             elapsed_s=elapsed_s,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReferenceLost:
+    """There is no comparison: the reference ran before, and failed when it had to run once more.
+
+    That says nothing of who was to be compared with it.
+    """
+
+    failure: Failure
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

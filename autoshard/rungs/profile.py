@@ -28,11 +28,13 @@ class Judged:
       outcomes: name -> measurement or failure; those the budget left no time for are left out.
       ranking: names of those that may win, best first.
       why_it_ended: from the race.
+      notes: what else the user should know.
     """
 
     outcomes: Mapping[str, Measurement | Failure]
     ranking: tuple[str, ...]
     why_it_ended: str
+    notes: tuple[str, ...] = ()
 
     @property
     def cut_short(self) -> bool:
@@ -43,7 +45,7 @@ class Judged:
 def judge(
     bench: Benches,
     finalists: Sequence[Finalist],
-    references: Mapping[str, Module],
+    references: Mapping[str, Module | Failure],
     *,
     seed: int,
     memory_bytes: int,
@@ -124,7 +126,12 @@ def judge(
     for finalist in finalists:
         bench.unload(finalist.name)
     ranking = tuple(n for n in result.ranking if isinstance(outcomes.get(n), Measurement))
-    return Judged(outcomes=outcomes, ranking=ranking, why_it_ended=result.ended)
+    return Judged(
+        outcomes=outcomes,
+        ranking=ranking,
+        why_it_ended=result.ended,
+        notes=tuple(checking.notes),
+    )
 
 
 def traced(bench: Benches, finalist: Finalist, folder: str | None) -> tuple[Profiles, str]:
@@ -140,7 +147,9 @@ def traced(bench: Benches, finalist: Finalist, folder: str | None) -> tuple[Prof
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="autoshard-") as scratch:
             return traced(bench, finalist, scratch)[0], ""
-    where = pathlib.Path(folder) / "".join(c if c.isalnum() else "_" for c in finalist.name)
+    name = "".join(c if c.isalnum() else "_" for c in finalist.name)
+    # Another search may keep its traces there, whose programs have the same names.
+    where = pathlib.Path(folder) / f"{name}_{finalist.module.digest[:8]}"
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError:

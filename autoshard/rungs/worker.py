@@ -79,11 +79,15 @@ class WorkerProcess:
 
     Attributes:
       starts: how many processes were started; whoever keeps state in the child compares it.
+
+    Args:
+      ended: once it is set no child is started any more.
     """
 
-    def __init__(self, settings: WorkerSettings):
+    def __init__(self, settings: WorkerSettings, ended: threading.Event | None = None):
         self.settings = settings
         self.starts = 0
+        self._ended = ended or threading.Event()
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._finalizer: weakref.finalize | None = None
@@ -111,7 +115,7 @@ class WorkerProcess:
           what was last written to stderr or with the traceback.
 
         Raises:
-          WorkerError: the child cannot be started at all.
+          WorkerError: the child cannot be started at all, or is not to be any more.
         """
         with self._lock:
             if self.pid is None:  # one that died since its last call says nothing of this one
@@ -164,6 +168,9 @@ class WorkerProcess:
         self._child = child
         self._finalizer = weakref.finalize(self, child.kill)
         self.starts += 1
+        if self._ended.is_set():  # who set it may have found no child to stop
+            self._kill()
+            raise WorkerError("no worker process is started any more: its threads have ended")
         try:
             child.receive(time.monotonic() + self.settings.start_limit_s)
         except (TimeoutError, EOFError, BrokenPipeError, _StandsStill) as error:
@@ -346,7 +353,8 @@ def worker_here(settings: WorkerSettings) -> WorkerProcess:
     if worker is None or worker.settings != settings or _here.options != options:
         if worker is not None:
             worker.close()
-        worker = _here.worker = _of_threads[threading.get_ident()] = WorkerProcess(settings)
+        worker = WorkerProcess(settings, getattr(_here, "ended", None))
+        _here.worker = _of_threads[threading.get_ident()] = worker
         _here.options = options
     return worker
 
@@ -380,12 +388,17 @@ def worker_threads(count: int, name: str) -> Iterator[concurrent.futures.ThreadP
       name: that theirs begin with.
     """
     threads: list[int] = []
-    pool = concurrent.futures.ThreadPoolExecutor(
-        count, name, lambda: threads.append(threading.get_ident())
-    )
+    ended = threading.Event()
+
+    def begin() -> None:
+        threads.append(threading.get_ident())
+        _here.ended = ended
+
+    pool = concurrent.futures.ThreadPoolExecutor(count, name, begin)
     try:
         yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        ended.set()
         # After Ctrl-C the interpreter would not end before what the threads wait for.
         stop_workers(threads)

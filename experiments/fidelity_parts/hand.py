@@ -39,7 +39,8 @@ def run(
 
     A comparison is kept if it was of the same plan and seed, of enough processes, and if it was
     decided or had as much time: an earlier result with undecided ones goes on with a larger limit.
-    Each says which machine and versions it is of; one that is to go on begins anew elsewhere.
+    Each says which machine and versions it is of; one that is to go on begins anew elsewhere. What
+    is to be asked anew stays as it is until there is something to put in its place.
 
     Args:
       limit_s: for the pairs of a layout's first process, see `pairs.limit_of`.
@@ -53,8 +54,11 @@ def run(
         write(store.result(task), figures)
         return
 
+    def is_ours(row: dict[str, Any]) -> bool:
+        return is_same_plan(row.get("planned"), plan) and row.get("seed") == seed
+
     def stands(row: dict[str, Any]) -> bool:
-        if not is_same_plan(row.get("planned"), plan) or row.get("seed") != seed:
+        if not is_ours(row):
             return False
         if pairs.is_open(row) and not is_from_here(row):
             return False
@@ -63,7 +67,7 @@ def run(
     kept = read(store.result(task)) or {}
     # Rows did not say it themselves before docs/decisions/0045.
     of_all = {name: kept[name] for name in ("machine", "versions") if name in kept}
-    before = {row["layout"]: of_all | row for row in kept.get("rows", ())}
+    before = {row["layout"]: of_all | row for row in kept.get("rows", ()) if is_ours(row)}
     layouts = list(steps.hand_steps(case, task.devices))
     rows: dict[str, dict[str, Any]] = {}
     for name in layouts:
@@ -71,10 +75,12 @@ def run(
         begun, row = read(file), before.get(name)
         if begun and not stands(begun):
             file.unlink()
+        if row and not begun and stands(row) and pairs.is_open(row) and "processes" in row:
+            write(file, row)  # asked on
         if begun or row is None or not stands(row) or pairs.is_open(row):
-            row = _asked(file, name, start)
+            row = _asked(file, name, row, start)
         rows[name] = row
-        later = [before[n] for n in layouts if n in before and n not in rows and stands(before[n])]
+        later = [before[n] for n in layouts if n in before and n not in rows]
         so_far = [*rows.values(), *later]
         figures["lost"] = sum("why" in row for row in so_far)
         figures["undecided"] = sum(row["verdict"] == "undecided" for row in so_far)
@@ -82,15 +88,22 @@ def run(
         file.unlink(missing_ok=True)  # the result holds it now
 
 
-def _asked(file: pathlib.Path, layout: str, start: Callable[[str], str]) -> dict[str, Any]:
-    """Asks processes until no other is wanted, or one says nothing; `why` then says why."""
+def _asked(
+    file: pathlib.Path, layout: str, before: dict[str, Any] | None, start: Callable[[str], str]
+) -> dict[str, Any]:
+    """Asks processes until no other is wanted, or one says nothing; `why` then says why.
+
+    Args:
+      before: what an earlier run said of the same plan, maybe elsewhere.
+    """
     row: dict[str, Any] = read(file) or {"layout": layout, "verdict": "undecided", "ratio": None}
     while "processes" not in row or pairs.is_open(row):
         reason = start(layout)
         now = read(file)
         if now is None or now.get("processes") == row.get("processes"):
             # Not as many processes as a near tie wants: what is there decides nothing.
-            return {**row, "verdict": "undecided", "why": reason}
+            said = row if "processes" in row else before or row
+            return {**said, "verdict": "undecided", "why": reason}
         row = now
     return row
 

@@ -5,7 +5,7 @@ import functools
 import pathlib
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.budget import Budget, Callback
@@ -110,7 +110,7 @@ def _is_asked_on(
 
 
 def _ask(opened: Opened, task: Task, store: Store, settings: Settings) -> None:
-    """Has processes asked about the plan's pairs that want them; writes each when it is done."""
+    """Has processes asked about the plan's pairs that want them; writes what each of them says."""
     figures, ledger = opened.figures, opened.ledger
     fresh, plan = figures["fresh"], figures["plan"]
     open_ = [i for i, pair in enumerate(fresh) if pairs.is_open(pair)]
@@ -119,8 +119,12 @@ def _ask(opened: Opened, task: Task, store: Store, settings: Settings) -> None:
         first, second = (opened.module_of(name) for name in (plan, rival))
         ledger.tell(Stage.PROFILE, done, len(open_), f"pairs of the plan {plan} and {rival}")
         begun = () if fresh[i]["failed"] else pairs.parts_of(fresh[i])
-        fresh[i] = {"rival": rival, **_paired(ledger, first, second, settings, begun)}
-        write(store.result(task), figures)
+
+        def keep(found: dict[str, Any], i: int = i, rival: str = rival) -> None:
+            fresh[i] = {"rival": rival, **found}
+            write(store.result(task), figures)
+
+        keep(_paired(ledger, first, second, settings, begun, keep))
 
 
 def _run_rounds(opened: Opened, settings: Settings, kept: pathlib.Path) -> None:
@@ -163,7 +167,8 @@ def _paired(
     plan: Module,
     rival: Module,
     settings: Settings,
-    begun: Sequence[pairs.Comparison] = (),
+    begun: Sequence[pairs.Comparison],
+    keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Pairs of two programs in processes with nothing else in them.
 
@@ -171,6 +176,7 @@ def _paired(
 
     Args:
       begun: what processes said before.
+      keep: told what there is after each process, which is undecided until the last.
 
     Returns:
       The comparison, its day and commit; `failed` says why there is none, `why` that it is one of
@@ -178,6 +184,12 @@ def _paired(
     """
 
     said = [*begun]
+    at = {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
+
+    def so_far(why: str) -> dict[str, Any]:
+        """Not as many processes as were wanted: what there is decides nothing, and is asked on."""
+        found = dataclasses.asdict(pairs.of_processes(said))
+        return {"failed": "", **found, "decided": False, "why": why, **at}
 
     def in_a_process(number: int, limit_s: float) -> pairs.Comparison:
         with opening.opened_bench(ledger, settings) as bench:
@@ -186,15 +198,11 @@ def _paired(
                     bench, plan, rival, limit_s=limit_s, seed=ledger.seed + 1 + number
                 )
             )
-            return said[-1]
+        keep(so_far("stopped before enough processes were asked"))
+        return said[-1]
 
-    found: dict[str, Any] = {"failed": ""}
     try:
-        found |= dataclasses.asdict(pairs.in_processes(in_a_process, settings.pair_limit_s, begun))
+        found = pairs.in_processes(in_a_process, settings.pair_limit_s, begun)
     except timing.MeasuringError as error:
-        if not said:
-            return {"failed": str(error)[:500]}
-        # Not as many processes as were wanted: what there is decides nothing, and can be asked on.
-        found |= {**dataclasses.asdict(pairs.of_processes(said)), "decided": False}
-        found["why"] = str(error)[:500]
-    return found | {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
+        return so_far(str(error)[:500]) if said else {"failed": str(error)[:500]}
+    return {"failed": "", **dataclasses.asdict(found), **at}

@@ -179,6 +179,8 @@ class Opening:
         ):
             return None
         running = [program for program in kept["programs"] if not program["failure"]]
+        if not any(program["rounds"] for program in running):
+            return None
         try:
             opened = self.again(kept, [program["name"] for program in running])
         except OtherProgramsError:

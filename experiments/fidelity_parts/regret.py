@@ -65,10 +65,11 @@ def best_in_top(
       fresh: the pairs of the plan with its rivals.
 
     Returns:
-      `strict`: the fastest of all is among them; where the rounds say that it is the plan, but
-      fresh pairs that a rival is faster, it is the rival that the plan does worst against. `tied`:
-      one of them is no slower than the fastest within the 95 % interval: the plan by the fresh
-      pairs, the others by the rounds, where that interval is narrow enough to say.
+      `strict`: the fastest of all is among them. Where fresh pairs say that rivals are faster than
+      the plan, that is the one the plan does worst against, else the fastest by the rounds; that
+      it is the plan only where all pairs were decided. `tied`: one of them is no slower than the
+      fastest within the 95 % interval: the plan by the fresh pairs, the others by the rounds,
+      where that interval is narrow enough to say.
     """
     first = [n for n, place in places.items() if place is not None and place < count]
     first = [n for n in first if n in measured]
@@ -78,8 +79,10 @@ def best_in_top(
     told = [pair for pair in fresh if not pair["failed"] and pair["decided"]]
     faster = [pair for pair in told if pair["low"] > 1.0]
     best = min(measured, key=lambda name: (measured[name], name))
-    if best == plan and faster:
+    if faster:
         best = max(faster, key=lambda pair: pair["ratio"])["rival"]
+    elif best == plan and (not fresh or len(told) < len(fresh)):
+        return {"strict": False, "tied": False}
     paired = any(pair["rival"] == best and pair["low"] <= 1.0 for pair in told)
     others = [name for name in first if name != plan]
     tied = best in first or paired or any(_equal(tables[n], tables[best]) for n in others)

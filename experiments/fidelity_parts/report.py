@@ -211,9 +211,13 @@ def tables_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 def tau_of(found: Mapping[str, Any], rung: str, near: bool = False) -> dict[str, Any] | None:
     """Rank correlation over the sample and rung 1's best; what else was measured is left out.
 
+    None too where the rung says nothing of a program that ran: none is dropped.
+
     Args:
       near: only over those within `ranks.NEAR` times the fastest that was measured.
     """
+    if _is_silent(found, rung):
+        return None
     ranked = [p for p in found["programs"] if RANKED & set(p["groups"]) and _seconds(p, rung)]
     names = {p["name"] for p in ranked}
     tables = tables_of(found)
@@ -224,7 +228,9 @@ def tau_of(found: Mapping[str, Any], rung: str, near: bool = False) -> dict[str,
 
 
 def observations(found: Mapping[str, Any], rung: str) -> list[Observation]:
-    """What a rung predicts of each measured program of a case."""
+    """What a rung predicts of each measured program of a case; [] if it is silent on one."""
+    if _is_silent(found, rung):
+        return []
     measured = ranks.times(tables_of(found))
     return [
         Observation(
@@ -238,6 +244,11 @@ def observations(found: Mapping[str, Any], rung: str) -> list[Observation]:
         for p in found["programs"]
         if p["name"] in measured and _seconds(p, rung)
     ]
+
+
+def _is_silent(found: Mapping[str, Any], rung: str) -> bool:
+    """Whether a program ran of which a rung says no time."""
+    return any(_seconds(p, rung) is None for p in found["programs"] if p["failure"] is None)
 
 
 def _seconds(program: Mapping[str, Any], rung: str) -> float | None:

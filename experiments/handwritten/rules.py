@@ -334,7 +334,7 @@ HAND_LAYOUTS: dict[str, tuple[Maker, ...]] = {
     "clip": _MEGATRON,
     "state_space": _MEGATRON,
     "recurrent": (*_MEGATRON, *_APART),
-    "moe": (*_MEGATRON, maxtext_fsdp_x_tensor, expert_parallel, maxtext_fsdp_x_expert),
+    "moe": (*_MEGATRON, *_APART, maxtext_fsdp_x_tensor, expert_parallel, maxtext_fsdp_x_expert),
     "resnet50": (*_EVERYWHERE, spatial),
     "resnet152": (*_EVERYWHERE, spatial),
     "unet": (*_EVERYWHERE, spatial),

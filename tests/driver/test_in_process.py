@@ -122,6 +122,22 @@ def test_who_takes_the_process_down_twice_is_known_and_nobody_else(search, tmp_p
     assert len(outcomes) == BUDGET.profiles
 
 
+def test_an_unsharded_step_that_takes_the_process_down_twice_is_left_out(
+    search, tmp_path, monkeypatch
+):
+    """Programs are compared with each other then, and that is told."""
+    journal = tmp_path / "journal.jsonl"
+    for _ in range(2):
+        with killed(monkeypatch, "trust", lambda called: "reference 0" in called):
+            search(journal=journal)
+    for _ in range(2):  # the second time from the journal alone
+        plan = search(journal=journal)
+        assert {m.numerics for m in measured(plan)} == {"relative"}
+    plan = search(journal=journal, seed=1)
+    (note,) = [n for n in plan.evidence.notes if "the unsharded step does not run here" in n]
+    assert "crash: the process died twice" in note
+
+
 def test_a_race_that_is_killed_twice_blames_who_ran(search, tmp_path, monkeypatch):
     """Not all who raced: the others are measured by the next search."""
     journal = tmp_path / "journal.jsonl"

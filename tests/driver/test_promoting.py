@@ -95,6 +95,20 @@ def test_what_has_gone_on_does_not_go_on_again(ledger):
     assert chosen == [2, 3]
 
 
+def test_a_baseline_that_rung_1_rejected_goes_on_when_it_is_taught_better(ledger):
+    """Untaught it takes peaks of twice the limit for hopeless; here what it says is thrice."""
+    ledger.rows = [
+        row(0, "replicated", propagated=estimate(peak=2100)),
+        row(1, propagated=estimate(2.0, peak=900)),
+    ]
+    assert promoting.baseline_rows(ledger) == [] and ledger.rows[0].compiled is not None
+    assert promoting.promoted(ledger, 2, []) == [1]
+    ledger.rows[1].compiled = estimate(peak=900, rung=Rung.COMPILE)
+    assert promoting.promoted(ledger, 2, []) == [], "it was right"
+    ledger.rows[1].compiled = estimate(peak=300, rung=Rung.COMPILE)
+    assert promoting.promoted(ledger, 2, []) == [0]
+
+
 def test_two_baselines_and_what_the_author_wrote_are_measured_however_slow(ledger):
     def compiled(number, time_s, baseline="", peak=100):
         said = estimate(time_s, peak=peak, rung=Rung.COMPILE)

@@ -7,7 +7,9 @@ import threading
 from collections import Counter
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import autoshard
 from autoshard.driver import propagating
@@ -66,7 +68,8 @@ def test_what_is_no_member_of_the_space_is_one_failed_trial(quick):
 def test_what_one_space_does_not_hold_another_may(quick, tmp_path):
     asked = Asking(Layout(mesh=(("x", 4), ("y", 2)), compute=(("batch", ("y",)),)))
     both = {"journal": tmp_path / "journal", "budget": BUDGET, "strategy": asked}
-    (refused,) = trials_of(quick(mesh_shape="fixed", **both))
+    flat = Mesh(np.array(jax.devices()[:8]), ("x",))
+    (refused,) = trials_of(quick(mesh=flat, mesh_shape="fixed", **both))
     assert "the mesh is fixed to" in refused.propagated.message
     (judged,) = trials_of(quick(**both))
     assert isinstance(judged.propagated, Estimate)

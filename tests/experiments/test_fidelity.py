@@ -105,6 +105,42 @@ def test_a_plan_that_is_fastest_by_luck_is_not_the_best() -> None:
     assert said == {"strict": False, "tied": False}
 
 
+def test_the_best_is_whom_fresh_pairs_call_faster_whatever_the_rounds_say() -> None:
+    """By the rounds "best" is it, and the plan ties with that; but "c" is faster than the plan."""
+    made = [program("a", 1.1), program("b", 1.0), program("c", 1.01)]
+    found = report.tables_of(data.sample(made))
+    measured = ranks.times(found)
+    ties = data.sample([], ratio=0.99, rivals=("b",))["fresh"]
+    faster = data.sample([], ratio=1.03, rivals=("c",))["fresh"]
+    places = {"a": 0, "b": 4, "c": 5}
+    said = [regret.best_in_top(places, measured, found, fresh) for fresh in (ties, ties + faster)]
+    assert said == [{"strict": False, "tied": True}, {"strict": False, "tied": False}]
+    said = [regret.best_in_top({**places, "c": 2}, measured, found, ties + faster)]
+    assert said == [{"strict": True, "tied": True}]
+
+
+def test_rounds_alone_do_not_make_a_plan_the_best() -> None:
+    found = report.tables_of(data.sample([program("a", 1.0), program("b", 1.1)]))
+    measured = ranks.times(found)
+    for decided, top in ((True, True), (False, False)):
+        fresh = data.sample([], ratio=0.99, decided=decided, rivals=("b",))["fresh"]
+        said = regret.best_in_top({"a": 0, "b": None}, measured, found, fresh)
+        assert said == {"strict": top, "tied": top}
+    said = regret.best_in_top({"a": 0, "b": None}, measured, found, ())
+    assert said == {"strict": False, "tied": False}
+
+
+def test_a_rung_that_says_nothing_of_a_program_that_ran_has_no_figure() -> None:
+    made = [program(x, 1.0 + i / 10) for i, x in enumerate("abcde")]
+    assert report.tau_of(data.sample(made), "rung1") and report.observations(
+        data.sample(made), "rung1"
+    )
+    made[2]["rung1"] = {"kind": "crash", "message": "it fell"}
+    assert report.tau_of(data.sample(made), "rung1") is None
+    assert report.observations(data.sample(made), "rung1") == []
+    assert len(report.observations(data.sample(made), "rung2")) == 5
+
+
 def test_a_whole_space_is_measured_when_all_of_it_that_fits_was() -> None:
     fits = [program("a", 1.0), program("b", 1.0), program("c", 1.0, failure="oom")]
     for more, there in (([], True), ([program("d", 1.0, failure="crash")], False)):
@@ -298,7 +334,7 @@ def test_what_meets_every_goal_is_nowhere_red() -> None:
         ),
         (
             {"sample": data.sample(ALL_GOOD, case="vit", family="vit", decided=False)},
-            {"top_1"},
+            {"top_1", "best_in_top_3"},
         ),
         (
             {

@@ -109,6 +109,38 @@ def test_what_was_compared_before_a_stop_is_in_the_result(
     assert [(row["layout"], row["seed"]) for row in found["rows"]] == [("fsdp 1x2", 1)]
 
 
+def test_what_is_to_be_asked_anew_stays_until_there_is_something_in_its_place(
+    by_hand: Callable[..., list[str]], kept: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = ["fsdp 1x2", "data parallel"]
+    assert by_hand(both, ratio=1.01, dies=3) == ["fsdp 1x2"] * 3 + ["data parallel"] * 4
+    found = store.read(kept.result(HAND))
+    assert found is not None
+
+    def said() -> list[tuple[str, list[int]]]:
+        now = store.read(kept.result(HAND))
+        assert now is not None
+        return [(row["layout"], row["processes"]) for row in now["rows"]]
+
+    both_said = [("fsdp 1x2", [20] * 2), ("data parallel", [20] * 4)]
+    assert said() == both_said
+    # What goes on and says nothing more is what it was, and goes on where it was.
+    assert by_hand(both, ratio=1.01, dies=1) == ["fsdp 1x2"] and said() == both_said
+    assert by_hand(both, ratio=1.01, dies=2) == ["fsdp 1x2"] * 2
+    assert said() == [("fsdp 1x2", [20] * 3), both_said[1]]
+    store.write(kept.result(HAND), found)
+    monkeypatch.setattr(store, "machine", lambda: "another")
+    for row in found["rows"]:
+        row["processes"] = row["processes"][:2]  # near ties of two processes: both are open
+        row["first_s"], row["second_s"] = row["first_s"][:40], row["second_s"][:40]
+    store.write(kept.result(HAND), found)
+    with pytest.raises(KeyboardInterrupt):
+        by_hand(both, ratio=1.01, stops=1)
+    with pytest.raises(KeyboardInterrupt):
+        by_hand(both, ratio=1.01, dies=1, stops=2)  # the first begins anew and comes to nothing
+    assert said() == [("fsdp 1x2", [20] * 2), ("data parallel", [20] * 2)]
+
+
 def test_a_plan_that_an_older_version_wrote_is_the_same_in_other_words() -> None:
     now: dict[str, Any] = Candidate(layout=Layout(mesh=(("x", 8),))).to_json()
     then = json.loads(json.dumps(now))
@@ -175,7 +207,7 @@ def test_about_a_ratio_near_one_four_processes_are_asked(
     assert found is not None and found["lost"] == 2
     assert found["rows"][0]["processes"] == [20, 20] and "code 1" in found["rows"][0]["why"]
     assert found["rows"][0]["verdict"] == "undecided", "two of the four processes are no verdict"
-    assert by_hand(["fsdp 1x2"], ratio=1.01) == ["fsdp 1x2"] * 4 + ["data parallel"]
+    assert by_hand(["fsdp 1x2"], ratio=1.01) == ["fsdp 1x2"] * 2 + ["data parallel"]
     assert by_hand(["fsdp 1x2"], ratio=1.01) == ["data parallel"]
     found = store.read(kept.result(HAND))
     assert found is not None and found["rows"][0]["processes"] == [20] * 4

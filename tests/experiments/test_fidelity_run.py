@@ -618,9 +618,15 @@ def test_a_process_that_fails_costs_its_own_pairs_alone(
         asked.clear()
         where: Any = SimpleNamespace(seed=seed)
         program: Any = None
-        return measuring._paired(where, program, program, opening.Settings(), begun)
+        said.clear()
+        return measuring._paired(where, program, program, opening.Settings(), begun, said.append)
 
+    said: list[dict[str, Any]] = []
     some = paired()
+    # Who stops it amid the processes of one pair keeps what these said, and is asked on.
+    assert [one["processes"] for one in said] == [(20,), (20, 20)]
+    assert all("stopped" in one["why"] and pairs.is_open(one) for one in said)
+    assert pairs.parts_of(said[-1]) == pairs.parts_of(some)
     assert asked == [1, 2, 3] and some["why"] == "it died" and not some["failed"]
     assert some["processes"] == (20, 20) and not some["decided"] and pairs.is_open(some)
     # It is asked on where the sample was taken, and there alone.

@@ -43,7 +43,7 @@ def test_the_layouts_of_8_devices():
         "decoder": [*megatron, *apart, "jax cookbook fsdp", *maxtext],
         **{x: [*megatron, *apart] for x in ("recurrent", "linen_recurrent")},
         **dict.fromkeys(("vit", "linen_vit", "clip"), few_heads),
-        "moe": [*megatron, *maxtext, "expert parallel", *experts],
+        "moe": [*megatron, *apart, *maxtext, "expert parallel", *experts],
         **{
             x: [name for name in few_heads if "optimizer divided" not in name] + more
             for x, more in (("encoder_decoder", apart[:1]), ("plain_gpt", ["jax cookbook fsdp"]))

@@ -182,9 +182,12 @@ def test_a_step_that_fails_has_donated_its_state(tmp_path):
             10,
             units_per_step=8,
             log=lambda _: None,
+            figures=tmp_path / "training.jsonl",
             checkpoint_folder=tmp_path / "checkpoints",
         )
     assert not (tmp_path / "checkpoints").exists()
+    (line,) = (tmp_path / "training.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 1, "the log is not gone with the state"
 
 
 def test_a_checkpoint_is_named_by_all_steps_that_its_state_has_behind_it(tmp_path):

@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compat.executable import MemoryUse
+from autoshard.errors import WorkerError
 from autoshard.module import Module
 from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.numerics import NumericsReport
+from autoshard.rungs.numerics import NumericsReport, ReferenceLost
 from autoshard.rungs.traces import read_trace
 from autoshard.rungs.worker import WorkerSettings
 from autoshard.trial import Failure, Kind, Stage
@@ -98,6 +99,34 @@ def test_a_new_child_runs_the_reference_only_to_compare_with_it(child, modules, 
     assert child.numerics("fsdp_tp", "reference").passed
     assert child.numerics("data", "reference").passed
     assert asked.count("_trust") == 1
+
+
+def test_a_reference_that_does_not_run_again_is_not_the_candidates_failure(
+    child, modules, monkeypatch
+):
+    assert child.trust("reference", modules["reference"]) is None
+    late = Failure(stage=Stage.PROFILE, kind=Kind.TIMEOUT, message="too late")
+    call = child._call
+    monkeypatch.setattr(
+        child, "_call", lambda f, *args: late if f.__name__ == "_trust" else call(f, *args)
+    )
+    child.renew()
+    for name in ("fsdp_tp", "data"):
+        assert child.numerics(name, "reference") == ReferenceLost(late)
+        assert len(child.run(name, 1)) == 1, "it is still there"
+
+
+def test_inputs_that_a_new_child_does_not_take_are_no_candidates_failure(child, monkeypatch):
+    failure = Failure(stage=Stage.PROFILE, kind=Kind.TIMEOUT, message="too late")
+    call = child._call
+    monkeypatch.setattr(
+        child, "_call", lambda f, *args: failure if f.__name__ == "_set_inputs" else call(f, *args)
+    )
+    child.renew()
+    with pytest.raises(WorkerError, match="a new process cannot be set up: too late"):
+        child.run("data", 1)
+    monkeypatch.undo()
+    assert len(child.run("data", 1)) == 1
 
 
 def test_an_abort_costs_only_the_candidate_at_fault(child, monkeypatch):

@@ -40,6 +40,12 @@ def started(executables, module):
     return bench, bench.load("it", module)
 
 
+def test_nothing_is_kept_for_a_search_that_has_ended(tmp_path):
+    module = lowered.train_module()
+    keep(compile_module(module, jax.devices()), tmp_path / "gone" / "executables")
+    assert not (tmp_path / "gone").exists()
+
+
 def test_a_bench_runs_what_a_worker_compiled(compiler, tmp_path, monkeypatch):
     module = lowered.train_module()
     result = compile_module_job(module, 120, compiler, executables=tmp_path / "new")

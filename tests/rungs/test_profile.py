@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.rungs.bench import Bench
 from autoshard.rungs.checking import Finalist
-from autoshard.rungs.numerics import LeafError, NumericsReport
+from autoshard.rungs.numerics import LeafError, NumericsReport, ReferenceLost
 from autoshard.rungs.profile import judge, traced
 from autoshard.rungs.race import Footprint, RaceSettings
 from autoshard.trial import Failure, Kind, Measurement, Stage
@@ -77,7 +77,7 @@ class Pretended:
 
 
 def program(device_count=8):
-    return types.SimpleNamespace(device_count=device_count)
+    return types.SimpleNamespace(device_count=device_count, digest="0123456789abcdef")
 
 
 def finalist(name, **changes):
@@ -226,11 +226,47 @@ def test_programs_of_other_knobs_are_never_compared():
         assert trusted[:1] == ["ref"], "one after another: each has the devices for itself"
 
 
-def test_without_a_reference_numerics_stay_unchecked():
-    bench = Pretended({"a": 0.03, "b": 0.01})
-    result = judged(bench, [finalist(n, reference="") for n in "ab"])
-    assert bench.compared == []
-    assert {o.numerics for o in result.outcomes.values()} == {"unchecked"}
+@pytest.mark.parametrize("wrong", ["b", "c"])
+def test_a_reference_that_is_lost_is_nobodys_failure(wrong):
+    """Whoever died took the process along; the unsharded step did not run in the next one."""
+    late = Failure(stage=Stage.PROFILE, kind=Kind.TIMEOUT, message="killed after 60 s\nlog")
+    bench = Pretended(dict.fromkeys("abcd", 0.01), errors={wrong: 1.0})
+    compare = bench.numerics
+
+    def numerics(name, reference):
+        lost = reference == "ref" and len(bench.compared) == 1
+        return ReferenceLost(late) if lost else compare(name, reference)
+
+    bench.numerics = numerics
+    result = judged(bench, [finalist(n) for n in "abcd"])
+    assert set(result.ranking) == set("abcd") - {wrong}
+    kinds = {n: result.outcomes[n].numerics for n in result.ranking}
+    assert kinds.pop("a") == "exact" and set(kinds.values()) == {"relative"}
+    assert result.outcomes[wrong].kind is Kind.NUMERICS
+    (note,) = result.notes
+    assert "compared with each other: timeout: killed after 60 s; Budget(measure_sec" in note
+
+
+def test_a_yardstick_that_is_lost_is_no_yardstick():
+    lost = []
+    bench = Pretended(dict.fromkeys("abc", 0.01), broken=NO_REFERENCE)
+    compare = bench.numerics
+
+    def numerics(name, reference):
+        if reference == "a":
+            lost.append(name)
+            return ReferenceLost(CRASH)
+        return compare(name, reference)
+
+    bench.numerics = numerics
+    result = judged(bench, [finalist(n) for n in "abc"])
+    assert lost == ["b", "c"] and set(result.ranking) == set("abc")
+    assert {o.numerics for o in result.outcomes.values()} == {"relative"}
+
+
+def test_what_a_failed_check_took_is_kept():
+    bench = Pretended({"a": 0.03, "b": 0.01}, errors={"b": 1e-3})
+    assert judged(bench, [finalist("a"), finalist("b")]).outcomes["b"].elapsed_s > 0
 
 
 def test_an_earlier_check_stands():
@@ -259,7 +295,7 @@ def test_when_time_is_up_what_was_not_measured_is_left_out():
 def test_a_bad_trace_costs_nothing(tmp_path):
     bench = Pretended({"a/b": 0.03})
     devices, where = traced(bench, finalist("a/b"), str(tmp_path))
-    assert (devices, where) == ((), str(tmp_path / "a_b")), "it stays for other tools"
+    assert (devices, where) == ((), str(tmp_path / "a_b_01234567")), "it stays for other tools"
     assert ("trace", "a/b") in bench.calls and not bench.loaded
     kept = set(tmp_path.iterdir())
     assert traced(bench, finalist("a/b"), None) == ((), "") and set(tmp_path.iterdir()) == kept
@@ -320,6 +356,7 @@ def test_on_real_programs(modules, tmp_path):
     right = result.outcomes["right"]
     assert right.numerics == "exact" and right.devices == ()
     devices, where = traced(bench, finalists[0], str(tmp_path))
-    assert len(devices) == 8 and where == str(tmp_path / "right")
+    folder = tmp_path / f"right_{modules['right'].digest[:8]}"
+    assert len(devices) == 8 and where == str(folder)
     assert all(np.isfinite([d.compute_s, d.communication_s, d.idle_s]).all() for d in devices)
-    assert list((tmp_path / "right").rglob("*.xplane.pb"))
+    assert list(folder.rglob("*.xplane.pb"))

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from autoshard.errors import WorkerError
 from autoshard.rungs import standstill
 from autoshard.rungs import worker as worker_module
-from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
+from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here, worker_threads
 from autoshard.trial import Failure, Kind, Stage
 
 
@@ -232,6 +233,35 @@ def test_the_child_ends_with_its_owner(tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert list(tmp_path.iterdir()) == [], "an empty log is not kept"
+
+
+def test_after_the_end_of_its_threads_no_worker_is_started(tmp_path, monkeypatch):
+    """Who ends them may find no child to stop: it is just being started."""
+    settings = WorkerSettings(platform="cpu", device_count=1, folder=str(tmp_path))
+    started, begin, ended = threading.Event(), worker_module._Child, threading.Event()
+
+    def slowly(*args):
+        child = begin(*args)
+        started.set()
+        assert ended.wait(60)
+        return child
+
+    monkeypatch.setattr(worker_module, "_Child", slowly)
+    said = []
+
+    def job():
+        worker = worker_here(settings)
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="its threads have ended"):
+                call(worker, len, "abc")
+            said.append(worker.pid)
+
+    with worker_threads(1, "test") as pool:
+        future = pool.submit(job)
+        assert started.wait(60)
+    ended.set()
+    future.result(60)
+    assert said == [None, None]
 
 
 def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
