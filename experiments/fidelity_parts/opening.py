@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from autoshard.calibrate import REVISION as CALIBRATION_REVISION
 from autoshard.calibrate import calibrate
 from autoshard.cost import CostModel
 from autoshard.driver.compiling import Compiling
@@ -117,6 +118,7 @@ class Opening:
             "memory_limit_bytes": ledger.limit_bytes,
             "constants": ledger.constants.to_json(),
             "constants_digest": ledger.constants.digest,
+            "calibration_revision": CALIBRATION_REVISION,
             "fresh": [],
             "programs": [
                 program_to_json(

@@ -19,10 +19,17 @@ from autoshard.journal import Journal
 from autoshard.layout import Candidate
 from autoshard.module import Module
 from experiments.fidelity_parts import sampling
-from experiments.fidelity_parts.store import Case, Store, Task, seen_on
+from experiments.fidelity_parts.store import Case, Store, Task, is_from_here, seen_on
 
+_PROBED_ANEW = {"transposed_s": 22}
+"""Constants whose probe has changed -> the first calibrations to measure them so.
+
+What a sample has of them from before is set aside where this machine is like its own
+(docs/decisions/0060).
+"""
 _BESIDE = {
     "bandwidths": "bandwidth_bytes_per_s",
+    "transposed_s": "collided_s",
     "collided_s": "transposed_s",
     "degenerate_s": "element_flops_per_s",
     "degenerate_across_s": "element_flops_per_s",
@@ -31,7 +38,7 @@ _BESIDE = {
     "array_s": "launch_s",
     "patch_s": "element_flops_per_s",
 }
-"""Constants that older calibrations lack -> one that they have, and that goes with it.
+"""Constants that older calibrations lack, or measured otherwise -> one that goes with it.
 
 In proportion where both are rates, or both seconds; else the other way round.
 """
@@ -97,10 +104,20 @@ def _file(task: Task, store: Store) -> pathlib.Path:
 
 def _constants(figures: Mapping[str, Any], task: Task, store: Store) -> Constants:
     """Those of a sample, completed where nobody asked for some when it was taken."""
-    own = {**figures["constants"], **figures.get("borrowed", {}).get("constants", {})}
+    own = {**_own(figures), **figures.get("borrowed", {}).get("constants", {})}
     if {field.name for field in dataclasses.fields(Constants)} <= own.keys():
         return Constants.from_json(own)
     return completed(own, calibrated(sampling.target_of(task), store.calibration))
+
+
+def _own(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Constants that a sample was taken with, but for those that are set aside."""
+    then = figures.get("calibration_revision", 0)
+    aside = {name for name, since in _PROBED_ANEW.items() if then < since}
+    known = figures.get("borrowed", {}).get("machines", {}).keys()
+    if is_from_here(figures):
+        known |= aside
+    return {name: value for name, value in figures["constants"].items() if name not in known}
 
 
 def borrowed(figures: Mapping[str, Any], used: Constants) -> dict[str, Any]:
@@ -111,7 +128,7 @@ def borrowed(figures: Mapping[str, Any], used: Constants) -> dict[str, Any]:
     """
     before = figures.get("borrowed", {})
     known = before.get("machines", {})
-    own = {k: v for k, v in figures["constants"].items() if k not in known}
+    own = _own(figures)
     others = {k: v for k, v in used.to_json().items() if k not in own}
     if not others:
         return {}

@@ -586,6 +586,24 @@ def test_what_a_sample_did_not_calibrate_is_in_proportion_to_what_it_did() -> No
     assert reopening.completed(own, accelerator).collided_s == 0.0
 
 
+def test_what_is_probed_otherwise_since_is_set_aside_on_a_machine_like_its_own() -> None:
+    """And told to be borrowed, in proportion to what was measured in the same hour."""
+    then = dataclasses.replace(CONSTANTS, transposed_s=1e-10, collided_s=6e-10)
+    here = dataclasses.replace(CONSTANTS, transposed_s=2e-10, collided_s=5e-10)
+    sample: dict[str, Any] = {"constants": then.to_json(), **store.seen_on()}
+    own = reopening._own(sample)
+    assert own.keys() == then.to_json().keys() - {"transposed_s"}
+    used = reopening.completed(own, here)
+    assert used.transposed_s == pytest.approx(2.4e-10) and used.collided_s == 6e-10
+    told = reopening.borrowed(sample, used)
+    assert told["machines"] == {"transposed_s": store.machine()}
+    assert told["constants"] == {"transposed_s": pytest.approx(2.4e-10)}
+    again = {**sample, "borrowed": told, "machine": "another"}
+    assert reopening._own(again) == own, "also elsewhere, from then on"
+    for kept in ({"calibration_revision": 22}, {"machine": "another"}):
+        assert reopening._own({**sample, **kept}) == then.to_json()
+
+
 def test_predictions_are_made_anew_where_there_is_a_sample(kept: Store) -> None:
     store.write(kept.result(Task(part="sample", case="b", devices=8)), {"failed": ""})
     told: list[str] = []
