@@ -70,13 +70,17 @@ class Turn(NamedTuple):
     after: tuple[int, ...]
     bytes_each: float
 
-    def lines(self, extents: Sequence[int]) -> Lines:
-        """What becomes of the cache lines of an array of these extents, by dimension."""
-        return lines_read(self, tuple(extents))
+    def lines(self, extents: Sequence[int], arrays: int = 1) -> Lines:
+        """What becomes of the cache lines of arrays of these extents, by dimension.
+
+        Args:
+          arrays: so many that one loop reads so, whose lines share the cache.
+        """
+        return lines_read(self, tuple(extents), arrays)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def lines_read(turn: Turn, extents: tuple[int, ...]) -> Lines:
+def lines_read(turn: Turn, extents: tuple[int, ...], arrays: int = 1) -> Lines:
     """`Turn.lines`, which many layouts ask of the same extents."""
     before, after = ([d for d in o if extents[d] > 1] for o in (turn.before, turn.after))
     if not after or before[0] == after[0]:
@@ -92,17 +96,16 @@ def lines_read(turn: Turn, extents: tuple[int, ...]) -> Lines:
     if lines <= WAYS:  # one loop that short is unrolled; of two the arithmetic is not vectorized
         return STAY if len(loops) == 1 else Lines(1.0, 0.0)
     sets = _sets(loops)
-    sharing = lines / sets
-    if sharing <= WAYS and lines <= FEW_LINES:
+    if arrays * lines / sets <= WAYS and lines <= FEW_LINES:
         return Lines(KEPT, 0.0)
-    return Lines(1.0, max(_crowding(loops), _crowding(_in_a_row(loops))))
+    return Lines(1.0, max(_crowding(loops, arrays), _crowding(_in_a_row(loops), arrays)))
 
 
-def _crowding(loops: Sequence[tuple[int, int]]) -> float:
+def _crowding(loops: Sequence[tuple[int, int]], arrays: int) -> float:
     """How much the lines crowd that loops read, by how many share a set and how many sets."""
     sets = _sets(loops)
     most = next((crowding for few, crowding in CROWDING.items() if sets <= few), 0.0)
-    part = max(0.0, 1.0 + math.log2(_lines(loops) / sets / CROWDED_LINES) / 2)
+    part = max(0.0, 1.0 + math.log2(arrays * _lines(loops) / sets / CROWDED_LINES) / 2)
     return min(CROWDING[1] * part, most)
 
 

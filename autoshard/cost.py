@@ -27,7 +27,7 @@ from autoshard.network import Network, collective_s
 from autoshard.rows import MANY
 from autoshard.trial import Collective
 
-MODEL_REVISION = 54
+MODEL_REVISION = 55
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `arithmetic`, `precision`, `siting`,

@@ -52,6 +52,24 @@ def test_what_lines_cost_by_how_many_share_a_set_and_how_many_sets(
     assert Turn(before, after, 4.0).lines(extents) == pytest.approx(lines)
 
 
+@pytest.mark.parametrize(
+    ("extents", "arrays", "lines"),
+    [
+        ((64, 256), 1, Lines(1.0, 0.0)),  # 1024 apart: four sets, 16 lines each
+        ((64, 256), 2, Lines(1.0, 0.25)),
+        ((64, 512), 2, Lines(1.0, 1.0)),  # two sets, 32 lines each of one array
+        ((16, 512), 1, Lines(KEPT, 0.0)),
+        ((16, 512), 2, Lines(1.0, 0.0)),  # 16 lines of a set
+        ((64, 1001), 7, Lines(KEPT, 0.0)),  # of each one line in most sets, which hold eight
+        ((8, 1024), 3, STAY),
+    ],
+)
+def test_arrays_that_one_loop_reads_share_the_sets(
+    extents: tuple[int, ...], arrays: int, lines: Lines
+) -> None:
+    assert Turn((1, 0), (0, 1), 4.0).lines(extents, arrays) == pytest.approx(lines)
+
+
 def test_rung_1_reads_the_lines_of_a_devices_part() -> None:
     """Of 512 x 1024 in eight: 64 rows lie in one set, as all 512 do, but 128 columns in eight."""
 
@@ -86,3 +104,31 @@ def test_both_rungs_count_what_collides() -> None:
         module = hlo.parse(text)
         (work,) = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
         assert (work.transposed, work.collided) == (side**2 * crossed, side**2 * crowding)
+
+
+def test_both_rungs_count_the_lines_of_all_arrays_of_a_loop() -> None:
+    def summed(x, y):  # type: ignore[no-untyped-def]
+        return jnp.swapaxes(x * 2.0 + y, 0, 1) * 2.0
+
+    both = shaped(64, 256), shaped(64, 256)
+    workload = Workload(
+        step=lambda state, batch: (state, jnp.tanh(summed(*batch))),
+        init=lambda: jnp.zeros(()),
+        batch=both,
+    )
+    of = analyse(workload)
+    whole = Layout(mesh=(("x", 8),), compute=(), storage=())
+    cheap, dear = (
+        propagator(of.analysis).judge(
+            of.space,
+            whole,
+            CostModel(dataclasses.replace(CONSTANTS, shared=True, transposed_s=1e-9, collided_s=s)),
+        )
+        for s in (1e-9, 2e-9)
+    )
+    assert isinstance(cheap, Estimate) and isinstance(dear, Estimate)
+    elements = 2 * 64 * 256
+    assert dear.compute_s - cheap.compute_s == pytest.approx(8 * elements * 0.25e-9)
+    module = hlo.parse(jax.jit(summed).lower(*both).compile().as_text())
+    (work,) = [s.work for s in Steps(module, ()).of(module.entry) if isinstance(s, Launch)]
+    assert (work.transposed, work.collided) == (elements, elements * 0.25)

@@ -32,10 +32,9 @@ def transposed(
         return 0, STAY
     after = _densest_first(made)
     turn = Turn(tuple(before), tuple(after), made.bytes / max(made.size, 1))
-    how = turn.lines(made.dims)
-    if not how.crossed:
-        return 0, how
-    return made.size * (_arrays(instruction, computation) if fused else 1), how
+    arrays = _arrays(instruction, computation) if fused else 1
+    how = turn.lines(made.dims, arrays)
+    return (made.size * arrays if how.crossed else 0), how
 
 
 def _source(

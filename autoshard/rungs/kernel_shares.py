@@ -128,11 +128,12 @@ def _across_lines(shares: Shares, moves: Sequence[bool]) -> tuple[np.ndarray, np
     crossing = (kernels.value_elements / shares.divided)[kernels.transposed_value] * moves
     crossing = crossing * kernels.transposed_arrays
     lines = [
-        turn.lines(shares.extents(value, extents))
-        for value, extents, turn in zip(
+        turn.lines(shares.extents(value, extents), arrays)
+        for value, extents, turn, arrays in zip(
             kernels.transposed_value.tolist(),
             kernels.transposed_extents,
             kernels.transposed_turns,
+            kernels.transposed_arrays.tolist(),
             strict=True,
         )
     ]
