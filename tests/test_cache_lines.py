@@ -60,7 +60,7 @@ def test_what_lines_cost_by_how_many_share_a_set_and_how_many_sets(
         ((64, 512), 2, Lines(1.0, 1.0)),  # two sets, 32 lines each of one array
         ((16, 512), 1, Lines(KEPT, 0.0)),
         ((16, 512), 2, Lines(1.0, 0.0)),  # 16 lines of a set
-        ((64, 1001), 7, Lines(KEPT, 0.0)),  # of each one line in most sets, which hold eight
+        ((64, 1001), 6, Lines(KEPT, 0.0)),  # of each one line in most sets, which hold eight
         ((8, 1024), 3, STAY),
     ],
 )
