@@ -107,14 +107,6 @@ def test_no_links_and_unknown_kinds_cost_what_is_known() -> None:
     assert collective_s(COST, "something new", 8, 1e6) == collective_s(COST, "all_gather", 8, 1e6)
 
 
-def test_corrections_scale_their_part() -> None:
-    twice = CostModel(CONSTANTS, Correction(compute=2.0, communication=3.0))
-    assert kernel_s(twice, 1e9, 0, 1, True) == pytest.approx(2 * kernel_s(COST, 1e9, 0, 1, True))
-    assert collective_s(twice, "all_to_all", 8, 1e6) == pytest.approx(
-        3 * collective_s(COST, "all_to_all", 8, 1e6)
-    )
-
-
 def test_constants_go_through_json_with_their_digest() -> None:
     again = Constants.from_json(json.loads(json.dumps(CONSTANTS.to_json())))
     assert again == CONSTANTS and again.digest == CONSTANTS.digest

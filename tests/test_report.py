@@ -301,7 +301,6 @@ def test_without_measurements_the_prediction_speaks(searched):
             " 1.0e-06 at state['w'])",
         ),
         ("relative", "agrees with another layout that fits"),
-        ("reduced", "the unsharded step on a smaller batch"),
         ("unchecked", "Numerics: unchecked; plan.check() compares with the unsharded step."),
     ],
 )
