@@ -80,7 +80,7 @@ class Turn(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def lines_read(turn: Turn, extents: tuple[int, ...], arrays: int = 1) -> Lines:
+def lines_read(turn: Turn, extents: tuple[int, ...], arrays: int) -> Lines:
     """`Turn.lines`, which many layouts ask of the same extents."""
     before, after = ([d for d in o if extents[d] > 1] for o in (turn.before, turn.after))
     if not after or before[0] == after[0]:

@@ -421,9 +421,9 @@ def fit_correction(
 ) -> Correction:
     """Least squares for the factors that bring predictions to what was seen.
 
-    Each pair is (predicted compute seconds, predicted communication seconds, seen seconds), with
-    the factors of any earlier correction taken out. Errors count relative to what was seen; a ridge
-    towards the pairs' common scale keeps a factor that the pairs say nothing about in line.
+    Each pair is (predicted compute seconds, predicted communication seconds, seen seconds). Errors
+    count relative to what was seen; a ridge towards the pairs' common scale keeps a factor that the
+    pairs say nothing about in line.
     """
     rows = [(a / t, b / t) for a, b, t in pairs if t > 0]
     if not rows:

@@ -133,10 +133,14 @@ def _why_stopped(failures: Sequence[Failure]) -> list[str]:
         f" ({_kinds(failures)}); the first, in {first.stage}: {first.kind}: {first.message[:500]}",
         "What to do:",
     ]
-    ran = [f.kind is Kind.TIMEOUT and f.stage is Stage.PROFILE for f in failures]
-    kinds = {f.kind for f, late in zip(failures, ran, strict=True) if not late}
-    lines += [f"  - {kind}: {text}." for kind, text in _REMEDIES.items() if kind in kinds]
-    return lines + [f"  - {Kind.TIMEOUT}: {_LONGER_RUNS}."] * any(ran)
+    told = (f"  - {f.kind}: {text}." for f in failures if (text := _remedy(f)))
+    return [*lines, *dict.fromkeys(told)]
+
+
+def _remedy(failure: Failure) -> str | None:
+    if failure.kind is Kind.TIMEOUT and failure.stage is Stage.PROFILE:
+        return _LONGER_RUNS
+    return _REMEDIES.get(failure.kind)
 
 
 def _kinds(failures: Sequence[Failure]) -> str:

@@ -47,6 +47,18 @@ def until(searched, tmp_path, wanted):
     return write_lines(tmp_path / "journal.jsonl", records[:end])
 
 
+def resumed(searched, journal, **options):
+    """The fixture's search once more, from another journal."""
+    return autoshard.search(
+        mlp,
+        DEVICES,
+        budget=workloads.MEASURED,
+        journal=journal,
+        calibration=searched.calibration,
+        **options,
+    )
+
+
 def interrupting(stage, text=""):
     """A callback that presses Ctrl-C once at a stage, and keeps what it is told."""
     told = []
@@ -163,14 +175,7 @@ def test_ctrl_c_at_every_event_from_some_moment_on_still_gives_a_plan(searched, 
         if event.stage is Stage.PROFILE:
             raise KeyboardInterrupt
 
-    plan = autoshard.search(
-        mlp,
-        DEVICES,
-        budget=workloads.MEASURED,
-        journal=journal,
-        calibration=searched.calibration,
-        callbacks=(callback,),
-    )
+    plan = resumed(searched, journal, callbacks=(callback,))
     assert plan.evidence.ended == "interrupted"
 
 
@@ -209,13 +214,7 @@ def test_a_failed_check_and_no_time_for_others_leave_these_to_the_estimates(
         return bool(checked) or late(self, share)
 
     monkeypatch.setattr(ledger.Ledger, "late", is_late)
-    plan = autoshard.search(
-        mlp,
-        DEVICES,
-        budget=workloads.MEASURED,
-        journal=journal,
-        calibration=searched.calibration,
-    )
+    plan = resumed(searched, journal)
     assert len(checked) == 1 and plan.evidence.ended == "out of time"
     assert plan.trial.profiled is None and plan.trial.compiled is not None
     assert "1 of 1 programs that ran before the search ended compute something else" in str(plan)
@@ -225,14 +224,7 @@ def test_a_failed_check_and_no_time_for_others_leave_these_to_the_estimates(
 def test_ctrl_c_in_the_second_race_keeps_the_first(searched, tmp_path):
     journal = until(searched, tmp_path, lambda r: r.get("wave") == "final")
     callback, _ = interrupting(Stage.PROFILE)
-    plan = autoshard.search(
-        mlp,
-        DEVICES,
-        budget=workloads.MEASURED,
-        journal=journal,
-        calibration=searched.calibration,
-        callbacks=(callback,),
-    )
+    plan = resumed(searched, journal, callbacks=(callback,))
     assert plan.evidence.ended == "interrupted"
     assert isinstance(plan.trial.profiled, Measurement)
     assert plan.trial.profiled.numerics == "exact"

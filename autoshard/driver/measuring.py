@@ -137,10 +137,10 @@ class Measuring:
         if ledger.late(1.0):
             return []
         names = {self._name(i): i for i in group}
-        of_names = {name: keys[i] for name, i in names.items()}
-        of_names |= {self._reference(i): self._reference_key(ledger.rows[i]) for i in group}
+        by_name = {name: keys[i] for name, i in names.items()}
+        by_name |= {self._reference(i): self._reference_key(ledger.rows[i]) for i in group}
         rows = {name: ledger.rows[i] for name, i in names.items()}
-        records = RaceRecords(ledger, rows, of_names, more)
+        records = RaceRecords(ledger, rows, by_name, more)
         try:
             return self._raced(bench, names, records, rounds, first_round, share)
         except WorkerError as error:  # that says nothing of the programs

@@ -52,7 +52,7 @@ class RaceRecords:
         return self._ledger.journal.attempted({self._keys[n]: self._note(n) for n in names})
 
     def died_twice(self, name: str) -> Failure | None:
-        """Whether the process died in the midst of it twice: it is a crash then, and recorded."""
+        """The crash, recorded, if the process died in the midst of it twice; else None."""
         found = self._ledger.journal.find(self._keys[name])
         if name not in self._rows and isinstance(found, Failure):
             return found

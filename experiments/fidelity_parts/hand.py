@@ -75,6 +75,7 @@ def run(
         begun, row = read(file), before.get(name)
         if begun and not stands(begun):
             file.unlink()
+            begun = None
         if row and not begun and stands(row) and pairs.is_open(row) and "processes" in row:
             write(file, row)  # asked on
         if begun or row is None or not stands(row) or pairs.is_open(row):

@@ -586,6 +586,14 @@ def test_what_a_sample_did_not_calibrate_is_in_proportion_to_what_it_did() -> No
     assert reopening.completed(own, accelerator).collided_s == 0.0
 
 
+def test_a_sample_of_which_no_program_is_left_is_not_gone_on_with() -> None:
+    now = dict.fromkeys(("scale", "seed", "rounds", "draws", "size"), 0)
+    left = [{"failure": {"kind": "crash"}, "rounds": [0]}, {"failure": None, "rounds": []}]
+    kept = {**now, "planned": {"layout": {}}, "programs": left, **store.seen_on()}
+    nobody: Any = None
+    assert opening.Opening.stopped(nobody, kept, {**now, "planned": {"layout": {}}}) is None
+
+
 def test_what_is_probed_otherwise_since_is_set_aside_on_a_machine_like_its_own() -> None:
     """And told to be borrowed, in proportion to what was measured in the same hour."""
     then = dataclasses.replace(CONSTANTS, transposed_s=1e-10, collided_s=6e-10)
