@@ -91,6 +91,7 @@ class Evaluation:
             storage=rules({a: storage[b] for a, b in names.items() if b in storage}),
             giving_way=named_here(layout.giving_way, names),
             whole=layout.whole,
+            small_replicated=layout.small_replicated,
             whole_into_loops=layout.whole_into_loops,
         )
         sites = analysis.sites

@@ -62,6 +62,8 @@ class Layout:
       giving_way: logical axes that leave a mesh axis which several dimensions of an array claim to
         the later ones, whether they hold the same axis or another; without order.
       whole: what takes compute rules before it is used.
+      small_replicated: no rule divides small arrays of the state (those of `Whole.SMALL`), neither
+        at rest nor where they are used: what is computed of them is divided as other operands are.
       whole_into_loops: activations that products in a loop use, and that it does not change, are
         divided along the batch alone from before the loop: gathered once, not in each turn.
       as_written: keep the user's own sharding constraints and add none; the rules are then empty.
@@ -73,6 +75,7 @@ class Layout:
     storage: Rules = ()
     giving_way: tuple[str, ...] = ()
     whole: Whole = Whole.NOTHING
+    small_replicated: bool = False
     whole_into_loops: bool = False
     as_written: bool = False
     wording: Wording = Wording.LEAN
@@ -129,6 +132,7 @@ class Layout:
             storage=rules(storage),
             giving_way=tuple(sorted(set(self.giving_way))),
             whole=self.whole if rules(storage) != rules(compute) else Whole.NOTHING,
+            small_replicated=self.small_replicated and any({**compute, **storage}.values()),
             whole_into_loops=self.whole_into_loops and bool(keep) and not self.as_written,
             as_written=self.as_written,
             wording=Wording.LEAN if self.as_written or not keep else self.wording,
@@ -163,6 +167,7 @@ class Layout:
             "storage": {axis: list(to) for axis, to in self.storage},
             "giving_way": list(self.giving_way),
             **({"whole": str(self.whole)} if self.whole != "nothing" else {}),
+            **({"small_replicated": True} if self.small_replicated else {}),
             **({"whole_into_loops": True} if self.whole_into_loops else {}),
             "as_written": self.as_written,
             **({"wording": str(self.wording)} if self.wording != "lean" else {}),
@@ -184,6 +189,7 @@ class Layout:
                 storage=rules(data["storage"]),
                 giving_way=_giving_way(data),
                 whole=_whole(data),
+                small_replicated=bool(data.get("small_replicated", False)),
                 whole_into_loops=bool(data.get("whole_into_loops", False)),
                 as_written=bool(data["as_written"]),
                 wording=Wording(data.get("wording", "lean")),

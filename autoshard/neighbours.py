@@ -13,8 +13,9 @@ from autoshard.space import Space
 def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates one decision away.
 
-    A rule is another, or a level of `Whole`; what loops use is whole from before them or is not; an
-    axis gives way or does not, or all do; a mesh axis is divided or moved.
+    A rule is another, or a level of `Whole`; small arrays are replicated or are not; what loops use
+    is whole from before them or is not; an axis gives way or does not, or all do; a mesh axis is
+    divided or moved.
     """
     return (near for near in drafts(space, candidate) if space.contains(near) is None)
 
@@ -45,11 +46,16 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
     for whole in Whole:
         if whole is not layout.whole:
             yield space.effective(dataclasses.replace(layout, whole=whole))
+    replicated = dataclasses.replace(layout, small_replicated=not layout.small_replicated)
+    yield space.effective(replicated)
     if space.enters_loops(layout):
         flipped = not layout.whole_into_loops
         yield space.effective(dataclasses.replace(layout, whole_into_loops=flipped))
     make = functools.partial(
-        space.layout, whole=layout.whole, whole_into_loops=layout.whole_into_loops
+        space.layout,
+        whole=layout.whole,
+        small_replicated=layout.small_replicated,
+        whole_into_loops=layout.whole_into_loops,
     )
     compute, storage = dict(layout.compute), dict(layout.storage)
     giving_way = layout.giving_way

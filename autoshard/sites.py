@@ -50,6 +50,7 @@ class Site:
       index: the number in its tag.
       storage: whether it takes storage rules, unless it has a batch axis; the others take compute
         rules.
+      of_state: whether the value comes from the state alone, whichever rules it takes.
       used: of those that take storage rules, where they are made of the state for compute values.
       looped: of activations that products in a loop use, where.
       batch_first: where the batch and another axis ask for one mesh axis, the batch has it. Not so
@@ -66,6 +67,7 @@ class Site:
     index: int
     place: Place
     storage: bool
+    of_state: bool = False
     used: Used = Used.NOWHERE
     looped: Looped = Looped.NOT
     batch_first: bool = True

@@ -145,6 +145,7 @@ class _Finder:
                 index=index,
                 place=place,
                 storage=storage,
+                of_state=self._flow.state_only(var),
                 used=used if storage and self._flow.used(var) else Used.NOWHERE,
                 looped=looped,
                 batch_first=batch_first,

@@ -45,6 +45,8 @@ class Space:
     _held: dict[Whole, frozenset[frozenset[str]]] = dataclasses.field(
         init=False, repr=False, compare=False
     )
+    # The logical axes of the small arrays of the state that do not hold examples.
+    _small: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     # The logical axes that lie along an array of the state.
     _stored: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     # The logical axes, but for the batch's, of what `Layout.whole_into_loops` speaks of.
@@ -75,6 +77,8 @@ class Space:
         stored = _axes_of(self.axes.inputs[: len(self.program.state)])
         object.__setattr__(self, "_stored", frozenset().union(*stored))
         batch = {axis.name for axis in self.axes.axes if axis.is_batch}
+        replicable = [held for held in found[Whole.SMALL] if not held & batch]
+        object.__setattr__(self, "_small", frozenset().union(*replicable))
         looped = [
             self.axes.sites.get(site.index, ())
             for site in self.sites
@@ -134,6 +138,9 @@ class Space:
         fixed = {m for _, to in self.pinned for m in to}
         fixed |= {m for _, spec in self.fixed_leaves for dim in spec for m in dim}
         fixed |= self._taken_in_part(layout)
+        if layout.small_replicated and not self.divides_small(layout):
+            least = Whole.SMALL if layout.whole is Whole.NOTHING else layout.whole
+            layout = dataclasses.replace(layout, small_replicated=False, whole=least)
         layout = dataclasses.replace(layout, whole=self._least_whole(layout))
         found = layout.canonical(frozenset(fixed))
         contested = self.contested(dict(found.compute), dict(found.storage))
@@ -148,17 +155,28 @@ class Space:
     def _least_whole(self, layout: Layout) -> Whole:
         """The level itself where it gives some array other rules, else the first that says so much.
 
-        `Whole.SMALL` alone is held by the others.
+        `Whole.SMALL` alone is held by the others, and says nothing of what is replicated.
         """
         compute, storage = dict(layout.compute), dict(layout.storage)
         other = {a for a in {*compute, *storage} if compute.get(a) != storage.get(a)}
 
         def matters(whole: Whole) -> bool:
+            if whole is Whole.SMALL and layout.small_replicated:
+                return False
             return any(held & other for held in self._held[whole])
 
         if layout.whole is Whole.NOTHING or matters(layout.whole):
             return layout.whole
         return Whole.SMALL if matters(Whole.SMALL) else Whole.NOTHING
+
+    def divides_small(self, layout: Layout) -> bool:
+        """Whether `Layout.small_replicated` could say something: compute rules divide small arrays.
+
+        Not where the user fixed such a rule.
+        """
+        pinned = {axis for axis, _ in self.pinned}
+        ruled = self._small.intersection(axis for axis, to in layout.compute if to)
+        return bool(ruled) and not ruled & pinned
 
     def enters_loops(self, layout: Layout) -> bool:
         """Whether `Layout.whole_into_loops` could say something: a rule divides what it names."""
@@ -188,6 +206,7 @@ class Space:
         storage: Mapping[str, tuple[str, ...]],
         giving_way: Iterable[str] = (),
         whole: Whole = Whole.NOTHING,
+        small_replicated: bool = False,
         whole_into_loops: bool = False,
     ) -> Layout:
         """A canonical layout with the pinned rules put in."""
@@ -202,6 +221,7 @@ class Space:
                 ),
                 giving_way=tuple(giving_way),
                 whole=whole,
+                small_replicated=small_replicated,
                 whole_into_loops=whole_into_loops,
             )
         )
@@ -364,7 +384,7 @@ class Space:
                 one *= 2 * ways - 1 if axis.name in giving else ways
             total += one
         levels = 1 + sum(bool(held) for held in self._held.values())
-        return total * levels * (2 if self._looped else 1)
+        return total * levels * (2 if self._small else 1) * (2 if self._looped else 1)
 
     def enumerate(self) -> Iterator[Candidate]:
         """Every candidate of the space, each once."""
@@ -382,10 +402,13 @@ class Space:
                 storage = {a.name: s for a, (_, s) in pairs if not a.is_data}
                 contested = self.contested(compute, storage)
                 flips = itertools.product((False, True), repeat=len(contested))
+                small = (False, True) if self._small else (False,)
                 into_loops = (False, True) if self._looped else (False,)
-                for flipped, whole, into in itertools.product(flips, Whole, into_loops):
-                    giving_way = itertools.compress(contested, flipped)
-                    layout = self.layout(mesh, compute, storage, giving_way, whole, into)
+                for flipped, whole, replicated, into in itertools.product(
+                    flips, Whole, small, into_loops
+                ):
+                    way = itertools.compress(contested, flipped)
+                    layout = self.layout(mesh, compute, storage, way, whole, replicated, into)
                     if layout not in seen:
                         seen.add(layout)
                         candidate = self.candidate(layout)
@@ -407,8 +430,9 @@ class Space:
             whole = rng.choice(list(Whole))
             contested = self.contested(compute, storage)
             giving_way = [axis for axis in contested if rng.randrange(2)]
+            small = bool(self._small) and rng.random() < 0.5
             into_loops = bool(self._looped) and rng.random() < 0.5
-            layout = self.layout(mesh, compute, storage, giving_way, whole, into_loops)
+            layout = self.layout(mesh, compute, storage, giving_way, whole, small, into_loops)
             candidate = self.candidate(layout)
             if self.contains(candidate) is None:
                 return candidate

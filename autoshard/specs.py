@@ -62,12 +62,13 @@ class Asked(NamedTuple):
     """All that a layout's rules ask of a site.
 
     Attributes:
-      storage, used, looped, batch_first, passing: as of the `Site`.
+      storage, of_state, used, looped, batch_first, passing: as of the `Site`.
       looked_up: for a table on its way into a lookup, the dimensions of what is found; else ().
     """
 
     dims: Dimensions
     storage: bool
+    of_state: bool
     used: Used
     looped: Looped
     batch_first: bool
@@ -89,6 +90,7 @@ def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
         asked = Asked(
             dims=dims,
             storage=site.storage,
+            of_state=site.of_state,
             used=site.used,
             looped=site.looped,
             batch_first=site.batch_first,
@@ -132,7 +134,10 @@ class _Resolver:
         compiler may send what is found, not the table. What is made of the state alone for each
         example takes compute rules: keys of the state draw it, but it meets the batch.
         """
-        dims, storage, used, looped, batch_first, passing, looked_up = asked
+        dims, storage, of_state, used, looped, batch_first, passing, looked_up = asked
+        drawn = self._of_examples(dims)  # noise, masks
+        if (storage or of_state) and self._is_replicated(dims):
+            return None if used is Used.ENTERING else _replicated(dims)
         if used is Used.ENTERING:
             if self.layout.whole is not Whole.ONCE:
                 return None
@@ -146,7 +151,6 @@ class _Resolver:
             return batch_alone if looped is Looped.INSIDE or batch_alone != divided else None
         if looped is Looped.BEFORE:
             return None
-        drawn = any(axis in self.batch for dim in dims for axis, _ in dim)  # noise, masks
         storage = storage and not drawn and used not in _WHOLE_SITES[self.layout.whole]
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:
@@ -161,7 +165,18 @@ class _Resolver:
         whole = math.prod(size for dim in dims for _, size in dim)
         return whole / math.prod(self.sizes[m] for axes in found.spec for m in axes)
 
-    def leaf(self, dims: Dimensions, storage: bool, path: str) -> SiteSpec:
+    def _of_examples(self, dims: Dimensions) -> bool:
+        return any(axis in self.batch for dim in dims for axis, _ in dim)
+
+    def _is_replicated(self, dims: Dimensions) -> bool:
+        """Whether no rule divides an array that is of the state, or made of it alone."""
+        if not self.layout.small_replicated or self._of_examples(dims):
+            return False
+        return elements(dims, self.loops) <= self.small
+
+    def leaf(self, dims: Dimensions, of_state: bool, storage: bool, path: str) -> SiteSpec:
+        if of_state and self._is_replicated(dims):
+            return _replicated(dims)
         spec, dropped = self._known(dims, storage, False)
         for sentence in dropped:
             self.dropped.setdefault(path + sentence)
@@ -218,8 +233,7 @@ class _Resolver:
                 if math.prod(self.sizes[x] for x in got) < size:
                     blocked = True
             spec[d] = tuple(here)
-            known = any(axis is not None for axis, _ in dims[d]) or not dims[d]
-            is_open[d] = not known or (lost and not here)
+            is_open[d] = not _is_known(dims[d]) or (lost and not here)
         return SiteSpec(spec=tuple(spec), open=tuple(is_open)), tuple(dropped)
 
     def _in_turn(
@@ -255,6 +269,15 @@ class _Resolver:
         return sorted(range(len(dims)), key=turn)
 
 
+def _replicated(dims: Dimensions) -> SiteSpec:
+    return SiteSpec(spec=tuple(() for _ in dims), open=tuple(not _is_known(dim) for dim in dims))
+
+
+def _is_known(dim: tuple[tuple[str | None, int], ...]) -> bool:
+    """Whether a dimension has a logical axis, or is of one element."""
+    return not dim or any(axis is not None for axis, _ in dim)
+
+
 def resolve(
     program: Program,
     axes: Axes,
@@ -265,10 +288,10 @@ def resolve(
 ) -> Specs:
     """Applies a layout.
 
-    State leaves take storage rules (small and used ones compute rules, where the layout says so),
-    batch leaves compute rules. A batch leaf whose batch axis lies inside a larger dimension
-    (gradient accumulation splits it) is sharded along that dimension as a whole, so that each
-    process feeds its part.
+    State leaves take storage rules (where the layout says so small and used ones compute rules, or
+    small ones none), batch leaves compute rules. A batch leaf whose batch axis lies inside a larger
+    dimension (gradient accumulation splits it) is sharded along that dimension as a whole, so that
+    each process feeds its part.
 
     Args:
       sites: as `grouped` says them.
@@ -276,7 +299,8 @@ def resolve(
       fixed_leaves: the user's own spec for some state leaves, by index.
     """
     fixed = fixed_leaves or {}
-    small = small_elements(program, axes) if layout.whole is not Whole.NOTHING else 0
+    asks = layout.whole is not Whole.NOTHING or layout.small_replicated
+    small = small_elements(program, axes) if asks else 0
     whole = used_leaves if layout.whole is Whole.USED else frozenset()
     resolver = _Resolver(layout, small, axes)
     count = len(program.state)
@@ -286,7 +310,7 @@ def resolve(
             inputs.append(fixed[i])
             continue
         dims = dims[: len(leaf.shape)]  # a PRNG key has one more dimension, of its words
-        found = resolver.leaf(dims, i < count and i not in whole, leaf.path)
+        found = resolver.leaf(dims, i < count, i < count and i not in whole, leaf.path)
         spec = found.spec
         if i >= count:
             spec = _with_whole_batch(resolver, axes, dims, spec)

@@ -61,6 +61,9 @@ def draw(space: Space, choose: Choose) -> Candidate:
         if choose(f"way {axis}", ("kept", "given")) == "given"
     ]
     layout = space.layout(mesh, compute, storage, giving_way, whole)
+    if space.divides_small(layout):
+        replicated = choose("small", ("as computed", "replicated")) == "replicated"
+        layout = dataclasses.replace(layout, small_replicated=replicated)
     if space.enters_loops(layout):
         into_loops = choose("into loops", ("divided", "whole")) == "whole"
         layout = dataclasses.replace(layout, whole_into_loops=into_loops)
@@ -149,6 +152,8 @@ def parameters(space: Space, layout: Layout) -> tuple[Values, dict[str, BaseDist
             wanted = _written(tuple(f"{n}={s}" for n, s in layout.mesh))
         elif kind == "whole":
             wanted = layout.whole
+        elif kind == "small":
+            wanted = "replicated" if layout.small_replicated else "as computed"
         elif kind == "into":
             wanted = "whole" if layout.whole_into_loops else "divided"
         elif kind == "way":

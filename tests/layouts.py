@@ -25,6 +25,7 @@ def layouts(
         storage=rules(draw(table)),
         giving_way=tuple(draw(giving_way)),
         whole=draw(st.sampled_from(Whole)),
+        small_replicated=draw(st.booleans()),
         whole_into_loops=draw(st.booleans()),
         wording=draw(st.sampled_from(Wording)),
     )

@@ -279,11 +279,25 @@ def associative_scan() -> Workload:
     return train(loss, init, shaped(BATCH, SEQUENCE, EMBED))
 
 
-def _expert_params(experts: int) -> dict:
+def biased_pair() -> Workload:
+    """A layer of hidden units, whose bias is small, and the layer after it."""
+
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["in"] + params["bias"])
+        return jnp.mean((hidden @ params["out"] - x) ** 2)
+
+    def init():
+        shapes = {"in": (2 * EMBED, 256), "bias": (256,), "out": (256, 2 * EMBED)}
+        return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+    return train(loss, init, shaped(BATCH, 2 * EMBED))
+
+
+def _expert_params(experts: int, width: int = MLP) -> dict:
     return {
         "router": normal(0, EMBED, experts),
-        "up": normal(1, experts, EMBED, MLP),
-        "down": normal(2, experts, MLP, EMBED),
+        "up": normal(1, experts, EMBED, width),
+        "down": normal(2, experts, width, EMBED),
     }
 
 
@@ -313,7 +327,7 @@ def mixture_of_experts(experts: int = 8) -> Workload:
     return train(loss, lambda: _expert_params(experts), shaped(BATCH, SEQUENCE, EMBED))
 
 
-def grouped_experts(experts: int = 8) -> Workload:
+def grouped_experts(experts: int = 8, width: int = MLP) -> Workload:
     """Routed within each sequence, so that slots of experts keep the batch dimension."""
 
     def loss(params, x_BSD):
@@ -324,7 +338,7 @@ def grouped_experts(experts: int = 8) -> Workload:
         mixed = jnp.einsum("bsec,ebcd->bsd", weight, out)
         return jnp.mean((x_BSD + mixed) ** 2)
 
-    return train(loss, lambda: _expert_params(experts), shaped(BATCH, SEQUENCE, EMBED))
+    return train(loss, lambda: _expert_params(experts, width), shaped(BATCH, SEQUENCE, EMBED))
 
 
 def conv_net() -> Workload:

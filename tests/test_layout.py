@@ -82,10 +82,18 @@ def test_the_order_of_tables_changes_nothing(layout: Layout) -> None:
         storage=layout.storage[::-1],
         giving_way=layout.giving_way[::-1],
         whole=layout.whole,
+        small_replicated=layout.small_replicated,
         whole_into_loops=layout.whole_into_loops,
         wording=layout.wording,
     )
     assert shuffled.canonical() == layout.canonical()
+
+
+def test_without_a_rule_there_is_nothing_to_replicate() -> None:
+    plain = Layout(mesh=(("x", 2), ("y", 1)), compute=rules({"batch": "y"}))
+    assert dataclasses.replace(plain, small_replicated=True).canonical() == plain.canonical()
+    ruled = dataclasses.replace(plain, compute=rules({"batch": "x"}), small_replicated=True)
+    assert ruled.canonical().small_replicated
 
 
 @given(layouts())

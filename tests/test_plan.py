@@ -19,6 +19,7 @@ from autoshard.subjects import make_subject
 from autoshard.target import find_target
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
 from tests import programs, workloads
+from tests.analysed import analyse, baseline
 
 
 @pytest.fixture(scope="module")
@@ -231,13 +232,8 @@ def test_evaluation_takes_plain_numbers_beside_arrays(plan, unsharded):
     assert len(run._compiled) == 1
 
 
-@pytest.mark.parametrize("kind", ["tensor parallel", "data parallel", "FSDP"])
-def test_evaluation_is_divided_as_the_step_is(kind, monkeypatch):
-    """Each device multiplies its part, and no weight is gathered that the step would not gather."""
-    target = find_target(jax.devices())
-    subject = make_subject(trace(workloads.mlp()), target, "free", None)
-    layout = next(b for b in baselines(subject.space) if b.name == kind).candidate.layout
-    plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
+def kept(monkeypatch):
+    """The programs that are compiled from now on."""
     compile_, programs = jax.stages.Lowered.compile, []
 
     def compile_and_keep(lowered):
@@ -245,12 +241,35 @@ def test_evaluation_is_divided_as_the_step_is(kind, monkeypatch):
         return programs[-1]
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_keep)
-    state = plan.init()
+    return programs
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "data parallel", "FSDP"])
+def test_evaluation_is_divided_as_the_step_is(kind, monkeypatch):
+    """Each device multiplies its part, and no weight is gathered that the step would not gather."""
+    target = find_target(jax.devices())
+    subject = make_subject(trace(workloads.mlp()), target, "free", None)
+    layout = next(b for b in baselines(subject.space) if b.name == kind).candidate.layout
+    plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
+    compiled, state = kept(monkeypatch), plan.init()
     plan.jit(lambda s, b: evaluate(s, b)["loss"])(state, workloads.batch_of(0, 16))
-    text = programs[-1].as_text()
+    text = compiled[-1].as_text()
     rows, columns = (16, 128 // 8) if kind == "tensor parallel" else (16 // 8, 128)
     assert f"f32[{rows},{columns}]{{1,0}} dot(" in text
     assert ("all-gather" in text) == (kind == "FSDP")
+
+
+def test_evaluation_leaves_small_arrays_replicated_as_the_step_does(monkeypatch):
+    """A router scores all experts for the tokens that are here: nothing is gathered."""
+    subject = analyse(programs.grouped_experts(width=2 * programs.MLP))
+    layout = baseline(subject.space, "data x EP, small replicated", 2)
+    target = find_target(jax.devices())
+    plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
+    compiled, state = kept(monkeypatch), plan.init()
+    batch = subject.analysis.program.workload.batch
+    x = np.ones(batch.shape, batch.dtype)
+    plan.jit(lambda s, x: jnp.mean(jax.nn.softmax(x @ s["router"])[..., 0]))(state, x)
+    assert "all-reduce" in compiled[-1].as_text() and "all-gather" not in compiled[-1].as_text()
 
 
 def test_evaluation_errors_are_the_users_own(plan):

@@ -78,6 +78,8 @@ def test_other_words():
     assert mesh_in_words(Layout(mesh=())) == "1 device"
     assert rules_in_words(Layout(mesh=MESH, as_written=True)) == "the step's own constraints"
     assert rules_in_words(Layout(mesh=MESH, wording=Wording.LEAST)).endswith("wording: least")
+    small = Layout(mesh=MESH, compute=rules({"mlp": "x"}), small_replicated=True)
+    assert rules_in_words(small).endswith("; small arrays replicated")
     into_loops = Layout(mesh=MESH, compute=rules({"mlp": "x"}), whole_into_loops=True)
     assert rules_in_words(into_loops).endswith("; activations whole into loops")
     assert rules_in_words(Layout(mesh=MESH, giving_way=("scores",))) == "scores gives way"

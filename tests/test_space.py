@@ -17,7 +17,7 @@ from autoshard.fix import read_fix
 from autoshard.layout import Layout, Whole, rules
 from autoshard.meshes import factorizations, mesh_shapes
 from autoshard.neighbours import neighbours
-from autoshard.program import trace
+from autoshard.program import Program, trace
 from autoshard.space import Space
 from autoshard.strategy import baselines
 from autoshard.subjects import allowed_meshes, make_subject
@@ -98,6 +98,22 @@ def test_a_small_space_is_enumerated_whole(name: str, giving_way: set[str]) -> N
     assert near <= every
     for some in (every, drawn, near):
         assert {a for c in some for a in c.layout.giving_way} == giving_way
+
+
+def test_small_arrays_that_computing_divides_double_the_space() -> None:
+    of = analyse(programs.biased_pair())
+    one_mesh = dataclasses.replace(of.space, meshes=((("x", 8),),))
+    every = set(one_mesh.enumerate())
+    rng = random.Random(0)
+    drawn = {c for c in (one_mesh.sample(rng) for _ in range(200)) if c}
+    near = {n for c in drawn for n in neighbours(one_mesh, c) if len(n.layout.mesh) == 1}
+    assert drawn | near <= every
+    for some in (every, drawn, near):
+        assert {c.layout.small_replicated for c in some} == {False, True}
+    # Batch; units and features for compute and storage, and whether they give way where they have
+    # a rule; levels; replicated or not.
+    levels = len({c.layout.whole for c in every})
+    assert one_mesh.size() == 2 * 7 * 7 * levels * 2 >= len(every)
 
 
 def test_an_axis_without_a_rule_does_not_give_way() -> None:
@@ -301,8 +317,8 @@ def test_mesh_axes_stay_apart_where_a_dimension_takes_only_the_first() -> None:
     assert dataclasses.replace(space, axes=axes).canonical(layout) == layout
 
 
-def test_what_the_user_fixed_stays_on_every_level_of_what_is_whole() -> None:
-    """The axis lies in small arrays alone, of which higher levels take compute rules."""
+def layers_between_narrow_ends() -> Program:
+    """Of 256 units, between two arrays that are small."""
 
     def loss(params, x):
         def layer(x, w):
@@ -315,10 +331,31 @@ def test_what_the_user_fixed_stays_on_every_level_of_what_is_whole() -> None:
         shapes = {"layers": (4, 256, 256), "in": (256, 8), "out": (8, 8)}
         return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
 
-    program = trace(train(loss, init, shaped(64, 256)), (), False)
+    return trace(train(loss, init, shaped(64, 256)), (), False)
+
+
+def fixed_along(program: Program, where: str) -> tuple[str, Space]:
+    """The axis that lies there, and the space in which it is fixed to the mesh axis x."""
     axes = make_subject(program, target(), "free", None).space.axes.axes
-    name = next(a.name for a in axes if "state['out'][0]" in a.where)
-    space = make_subject(program, target(), "free", {name: "x"}).space
+    name = next(a.name for a in axes if where in a.where)
+    return name, make_subject(program, target(), "free", {name: "x"}).space
+
+
+def test_what_the_user_fixed_divides_small_arrays_too() -> None:
+    """The axis lies in small and in large arrays: replicating the small ones is not offered."""
+    name, space = fixed_along(layers_between_narrow_ends(), "state['in'][0]")
+    assert any(f"state['layers']{d}" in space.axes.axis(name).where for d in ("[1]", "[2]"))
+    found = [b.candidate for b in baselines(space)][:3]
+    for start in tuple(found):
+        found += neighbours(space, start)
+    assert len(found) > 20
+    for candidate in found:
+        assert not candidate.layout.small_replicated, candidate
+
+
+def test_what_the_user_fixed_stays_on_every_level_of_what_is_whole() -> None:
+    """The axis lies in small arrays alone, of which higher levels take compute rules."""
+    name, space = fixed_along(layers_between_narrow_ends(), "state['out'][0]")
     found = [b.candidate for b in baselines(space)]
     levels = {c.layout.whole for c in found}
     assert levels == set(Whole)

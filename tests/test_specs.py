@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from autoshard.strategy import baselines
 from autoshard.workload import Workload
 from tests.analysed import analyse, baseline, judge, run, run_plain, subject, worst_error
 from tests.layouts import layouts
-from tests.programs import EMBED, EVERY, MLP, normal, shaped, train
+from tests.programs import EMBED, EVERY, MLP, grouped_experts, normal, shaped, train
 
 WORKLOADS = ("scanned_gpt", "equal_width_mlp", "gradient_accumulation", "rnn")
 
@@ -319,6 +320,48 @@ def test_small_arrays_stay_whole_where_the_layout_says_so_and_are_not_gathered()
     }
     plain = subject("scanned_mlp").space
     assert "FSDP, small whole" not in {b.name for b in baselines(plain)}
+
+
+@pytest.mark.parametrize("name", ["FSDP x EP", "data x EP"])
+def test_small_arrays_are_replicated_where_computing_would_divide_them(name: str) -> None:
+    """A router's weights: the experts are divided, and each device scores all for its tokens."""
+    of = analyse(grouped_experts(width=2 * MLP))
+    divided = baseline(of.space, name, 2)
+    small = baseline(of.space, f"{name}, small replicated", 2)
+    assert small == dataclasses.replace(divided, small_replicated=True)
+    down, router, up = of.space.specs(small).inputs[:3]
+    assert any(down) and any(up) and not any(router)
+    assert any(of.space.specs(divided).inputs[1])
+    least = of.analysis.program.state[1].bytes
+
+    def gathered(layout: Layout) -> list[int]:
+        return sorted(c.bytes for c in judge(of, layout).collectives if c.kind == "all_gather")
+
+    assert least in gathered(divided)
+    assert gathered(small) == [n for n in gathered(divided) if n > least]
+    assert worst_error(of, run(of, small), run_plain(of)) < 1e-4
+    # As members of the space: next to each other, and drawn.
+    near = {c.layout for c in neighbours(of.space, of.space.candidate(divided))}
+    assert small in near
+    assert divided in {c.layout for c in neighbours(of.space, of.space.candidate(small))}
+    drawn = (of.space.sample(random.Random(i)) for i in range(40))
+    assert {c.layout.small_replicated for c in drawn if c is not None} == {False, True}
+
+
+def test_replicating_what_computing_does_not_divide_is_leaving_it_whole() -> None:
+    of = analyse(scaled_layers())
+    fsdp, small = (baseline(of.space, name) for name in ("FSDP", "FSDP, small whole"))
+    assert of.space.canonical(dataclasses.replace(fsdp, small_replicated=True)) == small
+    zero = baseline(of.space, "ZeRO-1")
+    assert of.space.canonical(dataclasses.replace(zero, small_replicated=True)) == zero
+    # On top of replicated small arrays the level of small ones says nothing.
+    of = analyse(grouped_experts(width=2 * MLP))
+    replicated = baseline(of.space, "FSDP x EP, small replicated", 2)
+    more = dataclasses.replace(replicated, whole=Whole.SMALL)
+    assert of.space.canonical(more) == replicated
+    used = of.space.canonical(dataclasses.replace(replicated, whole=Whole.USED))
+    assert used.whole is Whole.USED and used.small_replicated
+    assert not any(of.space.specs(used).inputs[1])
 
 
 def test_parameters_are_gathered_once_a_step_or_only_after_the_update() -> None:

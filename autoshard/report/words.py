@@ -51,6 +51,8 @@ def rules_in_words(layout: Layout) -> str:
         parts.append("store " + ", ".join(whole) + " whole")
     if layout.whole is not Whole.NOTHING:
         parts.append(_WHOLE[layout.whole])
+    if layout.small_replicated:
+        parts.append("small arrays replicated")
     if layout.whole_into_loops:
         parts.append("activations whole into loops")
     if layout.wording is not Wording.LEAN:

@@ -29,7 +29,8 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
     FSDP comes four times: every array that divides is sharded; or all but the smallest; or so, but
     parameters are gathered once a step (Megatron-LM's distributed optimizer keeps its float32
     parameters so); or all but parameters: ZeRO-1 (Rajbhandari et al. 2020, section 5.1). Where
-    activations meet parameters of their own (experts), expert parallelism too, alone and with FSDP.
+    activations meet parameters of their own (experts), expert parallelism too, alone and with FSDP,
+    each with small arrays (a router's weights) divided as the experts are, or replicated.
 
     Those the space does not contain (a batch that does not divide, a fixed mesh of another shape)
     are left out. Tensor parallel may appear several times: one for each way to choose axes so that
@@ -88,8 +89,12 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         compute = {**dict.fromkeys(_batch_axes(space, count), every), **to}
         if to and len(mesh) <= 2:
             shards = _storage(space, count, every, taken=owners)
-            add("FSDP x EP", space.layout(mesh, compute, {**shards, **to}))
-            add("data x EP", space.layout(mesh, compute, {**_carried(space, compute), **to}))
+            for name, stored in (("FSDP", shards), ("data", _carried(space, compute))):
+                layout = space.layout(mesh, compute, {**stored, **to})
+                add(f"{name} x EP", layout)
+                small = space.canonical(dataclasses.replace(layout, small_replicated=True))
+                if small.small_replicated:
+                    add(f"{name} x EP, small replicated", small)
     return tuple(found)
 
 
