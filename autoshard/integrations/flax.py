@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from autoshard.compat.tracers import origins_unsaid
 from autoshard.errors import WorkloadError
 from autoshard.workload import Workload
 
@@ -102,7 +103,8 @@ def nnx_workload(
     def gradient(params: Any, extra: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
         def run(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
             model = nnx.merge(graphdef, _box(abstract_params, params), _box(abstract_extra, extra))
-            value, metrics = loss(model, batch)
+            with origins_unsaid():
+                value, metrics = loss(model, batch)
             after = dict(nnx.to_flat_state(nnx.state(model)))
             kept = [(path, after[path]) for path, _ in nnx.to_flat_state(abstract_extra)]
             new_extra = nnx.to_pure_dict(nnx.from_flat_state(kept))
@@ -304,7 +306,7 @@ def _split_nnx(make_model: Callable[[], Any], *, abstract: bool) -> tuple[Any, A
     from flax import nnx
 
     # Flax would shard annotated Variables at birth, by a mesh in context; the plan does it here.
-    with nnx.use_eager_sharding(False):
+    with nnx.use_eager_sharding(False), origins_unsaid():
         model = nnx.eval_shape(make_model) if abstract else make_model()
     if not isinstance(model, nnx.Module):
         raise WorkloadError(f"make_model must return an nnx.Module, got {type(model).__name__}")

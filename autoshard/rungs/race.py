@@ -364,7 +364,7 @@ def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings, renewed:
             else:
                 tied = False
             continue
-        mean, margin = trimmed_mean(ratios.values(), settings.confidence)
+        mean, margin = with_margin(ratios.values(), settings.confidence)
         if renewed and mean - margin <= math.log(settings.near):
             margin = max(margin, _margin_of_processes(ratios, settings))
         if mean - margin > 0:
@@ -378,17 +378,26 @@ def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings, renewed:
     return tied and sum(lane.dropped is None for lane in alive) > 1
 
 
-def trimmed_mean(values: Collection[float], confidence: float) -> tuple[float, float]:
+def trimmed_mean(values: Collection[float]) -> float:
+    """The mean without the least and the greatest fifth, each rounded down to whole values.
+
+    >>> trimmed_mean([0.0, 1.0, 1.5, 2.0, 9.0])
+    1.5
+    """
+    cut = int(_TRIM * len(values))
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+
+
+def with_margin(values: Collection[float], confidence: float) -> tuple[float, float]:
     """The 20 %-trimmed mean and the half-width of its one-sided confidence bound.
 
-    >>> mean, margin = trimmed_mean([0.1, 0.1, 0.1, 0.1, 9.0], 0.99)
+    >>> mean, margin = with_margin([0.1, 0.1, 0.1, 0.1, 9.0], 0.99)
     >>> round(mean, 6), round(margin, 6)
     (0.1, 0.0)
     """
     n = len(values)
     cut = int(_TRIM * n)
-    ordered = sorted(values)
-    mean = statistics.fmean(ordered[cut : n - cut])
+    ordered, mean = sorted(values), trimmed_mean(values)
     if n - 2 * cut < 2:
         return mean, math.inf
     ordered[:cut] = [ordered[cut]] * cut
@@ -403,7 +412,7 @@ def _margin_of_processes(ratios: Mapping[int, float], settings: RaceSettings) ->
     for round_, ratio in ratios.items():
         by_process.setdefault(round_ // settings.process_rounds, []).append(ratio)
     means = [
-        trimmed_mean(values, settings.confidence)[0]
+        trimmed_mean(values)
         for values in by_process.values()
         if len(values) == settings.process_rounds
     ]
@@ -432,7 +441,7 @@ def _standing(lanes: Sequence[_Lane]) -> Callable[[_Lane], tuple[float, str]]:
     def key(lane: _Lane) -> tuple[float, str]:
         table = tables[lane.name]
         times = [table[r] - weather[r] for r in sorted(common)] or table.values()
-        return trimmed_mean(times, 0.5)[0], lane.name
+        return trimmed_mean(times), lane.name
 
     return key
 
@@ -445,7 +454,7 @@ def _ranking(lanes: Sequence[_Lane]) -> tuple[str, ...]:
         yardstick = ranked[0] if ranked else max(slower, key=lambda lane: len(lane.by_round()))
 
         def behind(lane: _Lane) -> tuple[float, str]:
-            return trimmed_mean(_log_ratios(lane, yardstick).values(), 0.5)[0], lane.name
+            return trimmed_mean(_log_ratios(lane, yardstick).values()), lane.name
 
         ranked += sorted(slower, key=behind)
     return tuple(lane.name for lane in ranked)

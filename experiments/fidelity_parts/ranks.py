@@ -55,7 +55,7 @@ def times(tables: Mapping[str, Rounds], among: Sequence[int] | None = None) -> d
     weather = {r: statistics.fmean(table[r] for table in tables.values()) for r in used}
     climate = statistics.fmean(weather.values())
     return {
-        name: math.exp(climate + trimmed_mean([table[r] - weather[r] for r in used], 0.5)[0])
+        name: math.exp(climate + trimmed_mean([table[r] - weather[r] for r in used]))
         for name, table in tables.items()
     }
 

@@ -10,7 +10,7 @@ from autoshard.rungs.race import (
     Footprint,
     RaceSettings,
     race,
-    trimmed_mean,
+    with_margin,
 )
 from autoshard.trial import Failure, Kind, Stage
 
@@ -360,7 +360,7 @@ def test_the_bound_holds_the_mean_as_often_as_it_says():
     draw = random.Random(0)
     inside = 0
     for _ in range(2000):
-        mean, margin = trimmed_mean([draw.gauss(0.3, 1) for _ in range(10)], 0.95)
+        mean, margin = with_margin([draw.gauss(0.3, 1) for _ in range(10)], 0.95)
         inside += mean - margin <= 0.3
     assert 0.93 < inside / 2000 < 0.97
 
