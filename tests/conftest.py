@@ -8,7 +8,7 @@ import hypothesis
 import jax
 import pytest
 
-from autoshard import cache_lines
+from autoshard import cache_lines, calibrate
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Other work may share the machine: slow is no failure.
@@ -55,6 +55,22 @@ class Searched:
     journal: pathlib.Path
     calibration: pathlib.Path
     events: tuple
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_samples():
+    """Calibrations by this process take seconds: no test asks what exactly they find."""
+    whole = calibrate.calibrate
+
+    def hurried(target: calibrate.Target, draws: int = 1) -> calibrate.Constants:
+        with pytest.MonkeyPatch.context() as fewer:
+            fewer.setattr(calibrate, "_ROUNDS", 3)
+            fewer.setattr(calibrate, "_FEW_ROUNDS", 2)
+            return whole(target, draws)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(calibrate, "calibrate", hurried)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -342,6 +342,7 @@ def test_a_recorded_timeout_is_tried_again_with_more_time_only(quick, tmp_path, 
     assert len(calls) > first
 
 
+@pytest.mark.slow
 def test_a_candidate_that_computes_something_else_never_becomes_the_plan(
     searched, tmp_path, monkeypatch
 ):

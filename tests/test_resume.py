@@ -20,7 +20,7 @@ from autoshard.driver import compiling, propagating
 from autoshard.driver.search import FIRST_WAVE_ROUNDS
 from autoshard.rungs import profile
 from autoshard.trial import Stage
-from tests import workloads
+from tests import noise, workloads
 from tests.workloads import lines, mlp, write_lines
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -127,6 +127,7 @@ def test_only_what_is_missing_is_done(searched, counted, tmp_path, kept):
     assert plan.evidence.ranking
 
 
+@pytest.mark.slow
 def test_a_wave_of_which_one_failed_is_not_tried_with_it_again(searched, counted, tmp_path):
     """A failed measurement is an answer too; and half a wave is raced anew, whole."""
     records = lines(searched.journal)
@@ -176,6 +177,7 @@ def test_another_program_shares_no_key(searched, counted, tmp_path, calibration)
     assert changed.digest != plan.digest
 
 
+@pytest.mark.slow
 def test_who_mends_init_or_the_batches_is_measured_anew(searched, counted, tmp_path):
     """A failure of the numerics check speaks of the values it was made with."""
     journal = tmp_path / "j.jsonl"
@@ -241,6 +243,7 @@ def test_a_race_that_was_cut_short_is_raced_again_while_there_is_time(
     assert counted["race"] == 1
 
 
+@pytest.mark.slow
 def test_more_rounds_are_run_and_what_had_too_little_time_gets_more(searched, counted, tmp_path):
     journal = tmp_path / "j.jsonl"
     journal.write_bytes(searched.journal.read_bytes())
@@ -283,6 +286,7 @@ def test_a_seed_of_numpy_is_the_same_seed(searched, counted, tmp_path):
             run(journal, searched.calibration, seed=seed)
 
 
+@pytest.mark.slow
 def test_who_is_interrupted_while_tracing_keeps_the_race(searched, counted, tmp_path):
     records = lines(searched.journal)
     end = next(i for i, r in enumerate(records) if r.get("wave") == "final")
@@ -372,7 +376,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_done_twice(
     process = start(tmp_path, journal, calibration, 99)
     out, said = process.communicate()
     assert process.returncode == 0, said
-    assert said == "" and out == "", "nothing the compilers print reaches the terminal"
+    assert not noise.others(said) and not out, "nothing the compilers print reaches the terminal"
     records = lines(journal)
     assert [json.dumps(r, separators=(",", ":")) for r in records[: len(kept)]] == kept
     done = outcomes(records)

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard import pricing
+from autoshard.calibrations import calibrated
 from autoshard.integrations.flax import TrainState
 from autoshard.rungs.worker import WorkerProcess, WorkerSettings
+from autoshard.target import find_target
 from autoshard.trial import Measurement
 from experiments.zoo.cases import CASES, case
 from tests.compiled import known_options
@@ -25,9 +28,14 @@ STEPS = 4  # learning rates that warm up start at zero
 
 
 @pytest.fixture(scope="module")
-def hurried():
-    """Every program here runs a few steps at most: compilers, here and in workers, hurry."""
+def hurried(calibration):
+    """Every program here runs a few steps at most: compilers, here and in workers, hurry.
+
+    A calibration by programs that were compiled in a hurry takes minutes: it is the others'.
+    """
+    constants = calibrated(find_target(jax.devices()), calibration)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pricing, "calibrated", lambda *_: constants)
         options = known_options()
         flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
         patch.setenv("XLA_FLAGS", flags)

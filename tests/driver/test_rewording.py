@@ -44,11 +44,13 @@ def test_fewer_compilations_are_for_layouts(quick):
     assert {wording_of(t) for t in plan.evidence.trials} == {Wording.LEAN}
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_not_reworded(quick):
     plan = quick(budget=dataclasses.replace(SIX, profiles=3, rounds=2))
     assert {wording_of(t) for t in plan.evidence.trials} == {Wording.LEAN}
 
 
+@pytest.mark.slow
 def test_what_other_words_do_not_need_goes_to_further_layouts(quick, monkeypatch):
     monkeypatch.setattr(search, "reworded", lambda ledger, known: iter(()))
     plan = quick(budget=SIX)
@@ -130,6 +132,7 @@ def test_the_next_that_takes_another_time_is_asked_for_with_all_constraints(time
     assert [(r.baseline, r.candidate.layout.wording) for r in found] == expected
 
 
+@pytest.mark.slow
 def test_of_nine_compilations_three_are_for_other_words(quick):
     plan = quick(budget=dataclasses.replace(SIX, compiles=9))
     compiled = [t for t in plan.evidence.trials if t.was_compiled]

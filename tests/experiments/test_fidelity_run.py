@@ -55,6 +55,7 @@ def missing(kept: Store, retry: bool) -> list[Task]:
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_what_tries_the_machinery_neither_counts_nor_comes_onto_the_page(
     tmp_path: pathlib.Path,
 ) -> None:

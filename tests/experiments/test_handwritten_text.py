@@ -17,6 +17,7 @@ def test_a_layout_computes_what_the_workload_does(name, layout):
     hand_layouts.check(name, layout)
 
 
+@pytest.mark.slow
 def test_a_layout_trains_with_the_factored_moments_of_its_case():
     chosen = case("encoder_decoder", "small")
     step, init = train_steps.train_step(chosen)

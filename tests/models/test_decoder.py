@@ -23,6 +23,7 @@ def tokens(seed=0, batch=2):
     return np.random.default_rng(seed).integers(0, 256, (batch, 13)).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_a_position_sees_only_the_past():
     model = Decoder(DecoderConfig(**SMALL))
     before = tokens()[:, :12]
