@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from autoshard import cache_lines, calibrate
+from autoshard.compat.tracers import origins_unsaid
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Other work may share the machine: slow is no failure.
@@ -70,6 +71,13 @@ def few_samples():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(calibrate, "calibrate", hurried)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly_traced():
+    """Many models of Flax NNX are traced by tests, by functions of JAX alone too."""
+    with origins_unsaid():
         yield
 
 

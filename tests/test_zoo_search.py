@@ -17,13 +17,13 @@ from autoshard.trial import Measurement
 from experiments.zoo.cases import CASES, case
 from tests.compiled import known_options
 
-COMPILED = autoshard.Budget(candidates=16, compiles=2, profiles=0)
-MEASURED = autoshard.Budget(candidates=16, compiles=3, profiles=2, rounds=2)
+COMPILED = autoshard.Budget(candidates=8, compiles=1, profiles=0)
+MEASURED = autoshard.Budget(candidates=8, compiles=3, profiles=2, rounds=2)
 # One with tables, one with state besides its parameters, one in Linen with loops. Not CLIP:
 # XLA's threads for CPU run out in some of its layouts, and its devices wait for each other.
 MEASURED_CASES = ("recommender", "graph_network", "linen_recurrent")
 # Those that are soon traced, judged and compiled; the others are marked slow.
-QUICKLY = ("mlp", "vit", "recurrent", "recommender", "plain_gpt")
+QUICKLY = ("mlp", "plain_gpt")
 STEPS = 4  # learning rates that warm up start at zero
 
 

@@ -13,6 +13,11 @@ from autoshard.compat.tracers import origins_unsaid
 ASKED = core.Tracer.sharding
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quickly_traced():
+    """In place of all tests', inside of which every test is."""
+
+
 @pytest.fixture
 def searched(monkeypatch):
     """The searches for the origin of a tracer."""

@@ -1,5 +1,7 @@
 """The decoder: causal, scanned equals unrolled, remat changes nothing, seeds repeat."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 from flax import nnx
 
 from models.decoder import Decoder, DecoderConfig, loss, rotate
+from tests.compiled import compiled, split
+from tests.models.descent import made
 
 SMALL = {
     "d_model": 32,
@@ -23,59 +27,69 @@ def tokens(seed=0, batch=2):
     return np.random.default_rng(seed).integers(0, 256, (batch, 13)).astype(np.int32)
 
 
-@pytest.mark.slow
 def test_a_position_sees_only_the_past():
-    model = Decoder(DecoderConfig(**SMALL))
+    graphdef, params = split(Decoder, DecoderConfig(**SMALL))
     before = tokens()[:, :12]
+    model = compiled(lambda params, tokens: nnx.merge(graphdef, params)(tokens), params, before)
     after = before.copy()
     after[:, 7] += 1
-    changed = np.abs(model(before) - model(after)).max(axis=(0, 2))
+    changed = np.abs(model(params, before) - model(params, after)).max(axis=(0, 2))
     assert (changed[:7] == 0).all()
     assert (changed[7:] > 0).all()
 
 
 @pytest.mark.parametrize("scanned", [True, False])
 def test_a_decoder_of_another_precision_is_called_as_its_loss_calls_it(scanned):
-    model = Decoder(DecoderConfig(**SMALL, scanned=scanned, dtype="bfloat16"))
-    logits = model(tokens()[:, :12])
+    graphdef, params = split(Decoder, DecoderConfig(**SMALL, scanned=scanned, dtype="bfloat16"))
+
+    def both(params):
+        model = nnx.merge(graphdef, params)
+        return model(tokens()[:, :12]), loss(model, tokens())[0]
+
+    logits, mean = compiled(both, params)(params)
     assert logits.dtype == jnp.bfloat16
     targets = jnp.take_along_axis(
         jax.nn.log_softmax(logits.astype(jnp.float32)), tokens()[:, 1:, None], axis=-1
     )
-    np.testing.assert_allclose(-jnp.mean(targets), loss(model, tokens())[0], rtol=1e-5)
+    np.testing.assert_allclose(-jnp.mean(targets), mean, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_scanned_equals_unrolled():
-    scanned = Decoder(DecoderConfig(**SMALL, scanned=True))
-    unrolled = Decoder(DecoderConfig(**SMALL, scanned=False))
+    scanned = made(Decoder, DecoderConfig(**SMALL, scanned=True))
+    unrolled = made(Decoder, DecoderConfig(**SMALL, scanned=False))
     unrolled.embedding, unrolled.head = scanned.embedding, scanned.head
     stacked = nnx.state(scanned.layers)
     for i, layer in enumerate(unrolled.layers):
         nnx.update(layer, jax.tree.map(lambda x, i=i: x[i], stacked))
-    np.testing.assert_allclose(
-        scanned(tokens()[:, :12]), unrolled(tokens()[:, :12]), rtol=1e-4, atol=1e-4
-    )
+    np.testing.assert_allclose(logits(scanned), logits(unrolled), rtol=1e-4, atol=1e-4)
+
+
+def logits(model):
+    graphdef, params = nnx.split(model)
+    return compiled(lambda p: nnx.merge(graphdef, p)(tokens()[:, :12]), params)(params)
 
 
 @pytest.mark.parametrize("scanned", [True, False])
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_changes_no_gradient(remat, scanned):
-    def gradient(remat):
-        graphdef, params = nnx.split(Decoder(DecoderConfig(**SMALL, remat=remat, scanned=scanned)))
-        return jax.grad(lambda p: loss(nnx.merge(graphdef, p), tokens())[0])(params)
-
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        gradient("none"),
-        gradient(remat),
+        gradient("none", scanned),
+        gradient(remat, scanned),
     )
 
 
+@functools.cache
+def gradient(remat, scanned):
+    graphdef, params = split(Decoder, DecoderConfig(**SMALL, remat=remat, scanned=scanned))
+    of_loss = jax.grad(lambda p: loss(nnx.merge(graphdef, p), tokens())[0])
+    return compiled(of_loss, params)(params)
+
+
 def test_tied_head_is_the_embedding():
-    model = Decoder(DecoderConfig(**SMALL, tied=True))
+    model = made(Decoder, DecoderConfig(**SMALL, tied=True))
     assert not hasattr(model, "head")
-    assert model(tokens()[:, :12]).shape == (2, 12, 256)
+    assert logits(model).shape == (2, 12, 256)
 
 
 def test_same_seed_same_model():
@@ -98,7 +112,8 @@ def test_the_hook_sees_each_activation_with_its_rank():
         seen.append(names)
         return x
 
-    loss(Decoder(DecoderConfig(**SMALL, scanned=False)), tokens(), record)
+    graphdef, params = split(Decoder, DecoderConfig(**SMALL, scanned=False))
+    jax.eval_shape(lambda p: loss(nnx.merge(graphdef, p), tokens(), record)[0], params)
     assert ("batch", None, "heads", None) in seen
     assert ("batch", None, "mlp") in seen
 

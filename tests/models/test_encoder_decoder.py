@@ -58,6 +58,7 @@ def _value_and_gradient(graphdef, params):
     return compiled(function, params)(params)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     model = made(EncoderDecoder, SMALL)
     losses = descend(model, loss, [sample(seed, 32, SMALL) for seed in range(30)], 0.01)

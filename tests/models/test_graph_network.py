@@ -34,6 +34,7 @@ def logits(model, batch):
     return np.asarray(compiled(lambda s, b: nnx.merge(graphdef, s)(b), state, batch)(state, batch))
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     config = GraphNetworkConfig()
     model, batches = made(GraphNetwork, config), [sample(seed, 512, config) for seed in range(30)]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from models import resnet
@@ -22,6 +23,7 @@ def variables(config):
     return compiled(lambda: ResNet(config).init(jax.random.key(0), image_BHWC))()
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     config, optimizer = ResNetConfig(), optax.adam(3e-3)
     initial = variables(config)

@@ -23,6 +23,7 @@ def parameters(config, seed=0):
     return compiled(lambda: ViT(config).init(jax.random.key(seed), image_BHWC)["params"])()
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     config, optimizer = ViTConfig(), optax.adam(3e-3)
     module, params = ViT(config), parameters(config)

@@ -16,6 +16,7 @@ def averages(model):
     return jax.tree.leaves(nnx.state(model, nnx.BatchStat))
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_evaluation_agrees():
     config = ResNetConfig()
     model = made(ResNet, config)

@@ -44,6 +44,7 @@ def value_and_gradient(params=None, **changes):
     return compiled(function, params)(params)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     model = made(StateSpace, SMALL)
     losses = descend(model, loss, [sample(seed, 64, SMALL) for seed in range(30)], 0.01)

@@ -18,6 +18,7 @@ def logits(model, image_BHWC):
     return compiled(lambda p, x: nnx.merge(graphdef, p)(x), params, image_BHWC)(params, image_BHWC)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     config = ViTConfig()
     losses = descend(
