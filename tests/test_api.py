@@ -312,6 +312,7 @@ def test_an_executor_for_live_accelerators_is_refused_before_anything_else(monke
         autoshard.search(mlp, DEVICES, executor=executor)
 
 
+@pytest.mark.slow
 def test_without_a_journal_nothing_is_told_to_lie_where_it_does_not(calibration):
     plan = autoshard.search(mlp, DEVICES, budget=workloads.MEASURED, calibration=calibration)
     measured = [t.profiled for t in plan.evidence.trials if isinstance(t.profiled, Measurement)]

@@ -296,6 +296,7 @@ def test_the_running_step_is_the_program_that_was_judged(searched):
     assert other.digest != judged.digest
 
 
+@pytest.mark.slow
 def test_the_program_that_runs_was_given_to_the_compiler_and_the_bench(quick, monkeypatch):
     from autoshard.driver import compiling, measuring
 

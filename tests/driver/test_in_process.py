@@ -48,6 +48,7 @@ def test_a_search_measures_here(search):
     assert metrics["loss"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_interrupted_in_good_order_never_counts_as_a_crash(search, tmp_path):
     journal = tmp_path / "journal.jsonl"
     for text in ("racing", "racing", "checking", "checking", "lowering", "lowering"):
@@ -122,6 +123,7 @@ def test_who_takes_the_process_down_twice_is_known_and_nobody_else(search, tmp_p
     assert len(outcomes) == BUDGET.profiles
 
 
+@pytest.mark.slow
 def test_an_unsharded_step_that_takes_the_process_down_twice_is_left_out(
     search, tmp_path, monkeypatch
 ):
@@ -138,6 +140,7 @@ def test_an_unsharded_step_that_takes_the_process_down_twice_is_left_out(
     assert "crash: the process died twice" in note
 
 
+@pytest.mark.slow
 def test_a_race_that_is_killed_twice_blames_who_ran(search, tmp_path, monkeypatch):
     """Not all who raced: the others are measured by the next search."""
     journal = tmp_path / "journal.jsonl"

@@ -32,32 +32,16 @@ TEXT = (
 )
 OTHERS = tuple(name for name in CASES if name not in TEXT)
 
-# What differs most from data parallel, and all that one kind of model has alone. The others are
-# marked slow: compiling a layout takes 2 to 20 seconds.
+# One of each kind of step and of rules. The others are marked slow: compiling a layout takes 2 to
+# 20 seconds.
 QUICKLY = {
     ("mlp", "fsdp x tensor parallel 4x2"),
-    ("mlp", "data x tensor parallel 4x2"),
     ("mlp", "data parallel, optimizer divided"),
     ("decoder", "fsdp x tensor parallel 2x4"),
-    ("decoder", "jax cookbook fsdp"),
-    ("decoder", "maxtext fsdp x tensor 4x2"),
-    ("encoder_decoder", "fsdp x tensor parallel 4x2"),
-    ("vit", "fsdp x tensor parallel 2x4"),
-    ("resnet50", "data x spatial 4x2"),
-    ("moe", "maxtext fsdp x expert 4x2"),
-    ("unet", "fsdp"),
-    ("state_space", "tensor parallel"),
-    ("recurrent", "tensor parallel"),
     ("recurrent", "data parallel, gradients apart, optimizer divided"),
-    ("decoder", "data parallel, gradients apart"),
-    ("linen_recurrent", "data parallel, gradients apart"),
-    ("recommender", "tables by rows"),
     ("recommender", "tables by columns, exchanged at once"),
     ("graph_network", "edge parallel"),
-    ("clip", "data parallel"),
     ("linen_vit", "fsdp"),
-    ("linen_resnet", "fsdp"),
-    ("linen_recurrent", "tensor parallel"),
     ("plain_gpt", "fsdp x tensor parallel 4x2"),
 }
 

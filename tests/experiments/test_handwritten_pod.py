@@ -37,6 +37,7 @@ RUN = [
     ("mixtral", "maxtext fsdp x expert 2x4"),
     ("mixtral", "maxtext fsdp x expert 2x4 by batch"),
 ]
+QUICKLY = RUN[2], RUN[6]  # as in `hand_layouts`
 
 
 class Ran(NamedTuple):
@@ -95,7 +96,10 @@ def assert_close(moments, expected):
     )
 
 
-@pytest.mark.parametrize(("model", "name"), RUN)
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [pytest.param(*one, marks=() if one in QUICKLY else pytest.mark.slow) for one in RUN],
+)
 def test_every_baseline_computes_what_the_unsharded_step_does(model, name):
     loss, moments = unsharded(model)
     np.testing.assert_allclose(run(model, name).loss, loss, rtol=1e-5)

@@ -93,7 +93,7 @@ def test_tied_head_is_the_embedding():
 
 
 def test_same_seed_same_model():
-    a, b, c = (nnx.state(Decoder(DecoderConfig(**SMALL, seed=seed))) for seed in (0, 0, 1))
+    a, b, c = (nnx.state(made(Decoder, DecoderConfig(**SMALL, seed=seed))) for seed in (0, 0, 1))
     assert jax.tree.all(jax.tree.map(np.array_equal, a, b))
     assert not jax.tree.all(jax.tree.map(np.array_equal, a, c))
 

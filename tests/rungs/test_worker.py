@@ -98,6 +98,7 @@ def burn(seconds):
     return "done"
 
 
+@pytest.mark.slow
 def test_a_child_that_waits_for_ever_is_not_waited_for(worker, monkeypatch):
     monkeypatch.setattr(standstill, "QUIET_S", 2.0)
     call(worker, os.write, 2, STUCK)
