@@ -1,10 +1,15 @@
 """Imports go one way, and unstable parts of JAX are used in one place."""
 
 import ast
+import importlib
+import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
+
+import autoshard
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "autoshard"
@@ -166,3 +171,32 @@ def test_models_import_nothing_from_autoshard() -> None:
 def test_handwritten_baselines_import_nothing_from_autoshard() -> None:
     for path in (ROOT / "experiments" / "handwritten").rglob("*.py"):
         assert not any(name.split(".")[0] == "autoshard" for name in imports(path)), path
+
+
+def test_type_checkers_are_told_of_all_that_is_exported_and_nothing_else() -> None:
+    tree = ast.parse((ROOT / "autoshard" / "__init__.py").read_text())
+    told = {
+        (node.module, name.asname)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for name in node.names
+        if name.asname == name.name
+    }
+    assert told == {(f"autoshard.{home}", name) for name, home in autoshard._HOME.items()}
+    for home, name in told:
+        assert getattr(autoshard, name) is getattr(importlib.import_module(home), name)
+        assert name in dir(autoshard)
+    with pytest.raises(AttributeError, match="'autoshard' has no attribute 'serach'"):
+        autoshard.serach  # noqa: B018
+
+
+def test_a_worker_begins_with_little() -> None:
+    code = (
+        "import sys, autoshard.rungs.worker_main;"
+        "print(*(name for name in sys.modules if name.startswith('autoshard')))"
+    )
+    asked = [sys.executable, "-P", "-c", code]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(asked, env=env, capture_output=True, text=True, check=True)
+    assert "autoshard.rungs.worker" in done.stdout.split()
+    assert not {"autoshard.api", "autoshard.analysis", "autoshard.plan"} & set(done.stdout.split())
