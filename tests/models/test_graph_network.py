@@ -97,6 +97,7 @@ def test_padding_changes_nothing():
     np.testing.assert_allclose(a_NY[real], b_NY[:NODES][real], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_statistics_move_in_training_and_serve_in_evaluation():
     def statistics(model):
         return nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))

@@ -61,6 +61,7 @@ def test_training_lowers_the_loss():
     assert jax.tree.all(moved)
 
 
+@pytest.mark.slow
 def test_the_variables_of_nnx_give_the_logits_and_averages_of_nnx():
     graphdef, state = nnx.split(made(resnet.ResNet, SMALL))
     rng = np.random.default_rng(0)

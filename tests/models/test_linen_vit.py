@@ -62,6 +62,7 @@ def test_the_parameters_of_nnx_give_the_logits_of_nnx(embedding_norm):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.slow
 def test_scanned_equals_unrolled(remat):
     scanned, unrolled = (ViTConfig(**SMALL, scanned=x, remat=remat) for x in (True, False))
     stacked = parameters(scanned)

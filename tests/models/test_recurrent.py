@@ -21,6 +21,7 @@ from tests.models.descent import descend, made, parameter_count
 SMALL = RecurrentConfig(width=16, layers=2, sequence=12)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     config = RecurrentConfig()
     model = made(Recurrent, config)

@@ -27,6 +27,7 @@ def test_training_lowers_the_loss_and_evaluation_agrees():
     assert np.mean(jnp.argmax(logits_BY, axis=-1) == label_B) > 0.5
 
 
+@pytest.mark.slow
 def test_training_moves_the_running_averages_and_evaluation_does_not():
     config = ResNetConfig(image=16, width=4, blocks=(1, 1))
     model = made(ResNet, config)
@@ -46,6 +47,7 @@ def test_running_averages_follow_the_batch_by_the_momentum():
     np.testing.assert_allclose(unit_BHWC.var(axis=(0, 1, 2)), 1, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_batch_is_normalised_as_a_whole():
     config = ResNetConfig(image=16, width=4, blocks=(1, 1))
     model = made(ResNet, config)
@@ -56,6 +58,7 @@ def test_a_batch_is_normalised_as_a_whole():
     assert np.abs(together - model(image_BHWC[:8], train=True)).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_blocks_start_as_the_identity():
     model = nnx.eval_shape(lambda: ResNet(RESNET_50))
     assert [block.projected for block in model.blocks].count(True) == 4

@@ -107,6 +107,7 @@ def test_a_position_sees_all_of_its_past_and_nothing_else():
     assert (changed_T[2:] > 0).all()
 
 
+@pytest.mark.slow
 def test_scanned_equals_unrolled():
     values = nnx.to_pure_dict(params_of_small())
     layers = values["layers"]

@@ -29,6 +29,7 @@ def test_training_lowers_the_loss_and_advances_the_noise():
     assert counts(model) == [2 * 40], "a time and a noise in each step"
 
 
+@pytest.mark.slow
 def test_noise_repeats_with_the_count_and_with_nothing_else():
     graphdef, state = nnx.split(made(UNet, UNetConfig(**SMALL)))
     batch = sample(0, 4, UNetConfig(**SMALL))
@@ -69,6 +70,7 @@ def test_the_net_sees_the_time():
     assert len(np.unique(embedded, axis=0)) == config.times
 
 
+@pytest.mark.slow
 def test_attention_is_at_one_resolution_and_in_the_middle():
     model = nnx.eval_shape(lambda: UNet(DDPM_CIFAR10))
     attends = [[layer.attends for layer in level] for level in model.down]

@@ -44,6 +44,7 @@ def test_scanned_equals_unrolled():
 
 
 @pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.slow
 def test_remat_changes_no_gradient(scanned):
     def gradient(remat):
         config = ViTConfig(**SMALL, remat=remat, scanned=scanned)
