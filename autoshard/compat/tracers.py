@@ -1,9 +1,9 @@
 """What tracers say of themselves: that they have no `sharding`, without a search for their origin.
 
 Flax NNX asks `getattr(value, "sharding", None)` wherever a Variable changes: for each random key
-that a module draws as it is made, for each batch statistic of a step. Before jax 0.12 the
-AttributeError that says no lists the operations that the value comes from, for which it goes over
-all that was traced so far: half to three quarters of the time that tracing a deep module takes.
+that a module draws as it is made, for each batch statistic of a step. In jax 0.10.2, no more in
+0.12, the AttributeError that says no lists the operations that the value comes from, for which it
+goes over all that was traced so far: three quarters of what tracing a ResNet-152 takes.
 """
 
 import contextlib

@@ -37,7 +37,10 @@ RUN = [
     ("mixtral", "maxtext fsdp x expert 2x4"),
     ("mixtral", "maxtext fsdp x expert 2x4 by batch"),
 ]
-QUICKLY = RUN[2], RUN[6]  # as in `hand_layouts`
+QUICKLY = {  # as in `hand_layouts`
+    ("llama3", "fsdp x tensor parallel 4x2"),
+    ("mixtral", "distributed optimizer x tensor parallel 4x2"),
+}
 
 
 class Ran(NamedTuple):
