@@ -178,10 +178,16 @@ class Layout:
         """Reads what `to_json` wrote.
 
         Raises:
-          LayoutError: `data` is not a layout; the message names the field.
+          LayoutError: `data` is not a layout, or says what this version does not know, without
+            which it would be another; the message names the field.
         """
         if not isinstance(data, dict):
             raise LayoutError(f"a layout is a JSON object, got {type(data).__name__}")
+        if unknown := sorted(set(data) - _FIELDS):
+            raise LayoutError(
+                f"a layout has the fields {unknown}, this version knows {sorted(_FIELDS)}: use the"
+                " autoshard that wrote it, or search again"
+            )
         try:
             return Layout(
                 mesh=tuple((str(name), int(size)) for name, size in data["mesh"]),
@@ -196,6 +202,12 @@ class Layout:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LayoutError(f"not a layout: {error!r} in {json.dumps(data)[:200]}") from error
+
+
+_FIELDS = {
+    *(field.name for field in dataclasses.fields(Layout)),
+    *("occurrences", "small_whole"),  # until 0.1
+}
 
 
 def _giving_way(data: Mapping[str, Any]) -> tuple[str, ...]:

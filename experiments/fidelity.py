@@ -72,6 +72,7 @@ def main(argv: list[str]) -> None:
         (case,), (count,) = cases, devices
         _run_here(Task(part=_PART.value, case=case, devices=count), store)
         return
+    lost: list[Task] = []
     console = Console(width=None if sys.stdout.isatty() else 200)  # a file has room for the tables
     if _PART.value != "report":
 
@@ -91,6 +92,8 @@ def main(argv: list[str]) -> None:
             console.print(f"[red]{len(lost)} parts left no result; run the command again[/red]")
     if _PART.value in ("all", "report"):
         _report(store, console)
+    if lost:
+        sys.exit(1)
 
 
 def _keep_apart() -> None:

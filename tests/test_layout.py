@@ -132,6 +132,12 @@ def test_the_name_that_small_arrays_whole_had_before_is_read() -> None:
         Layout.from_json({**old, "whole": "half"})
 
 
+def test_what_a_later_version_says_of_a_layout_is_no_layout_here() -> None:
+    later = {**Layout(mesh=(("x", 2),), compute=rules({"a": "x"})).to_json(), "later": True}
+    with pytest.raises(LayoutError, match=r"\['later'\].*small_replicated.*autoshard that"):
+        Layout.from_json(later)
+
+
 def test_the_name_that_axes_giving_way_had_before_is_read() -> None:
     layout = Layout(mesh=(("x", 2),), compute=rules({"a": "x"}), giving_way=("a", "b"))
     new = layout.to_json()

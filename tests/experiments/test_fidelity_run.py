@@ -80,6 +80,28 @@ def test_what_tries_the_machinery_neither_counts_nor_comes_onto_the_page(
     assert page.read_text() == "as it is" and not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize("part", ["search", "predict"])
+def test_the_command_fails_where_a_part_left_no_result(part, tmp_path: pathlib.Path) -> None:
+    code = (
+        "import sys\n"
+        "from absl import app\n"
+        "from experiments import fidelity\n"
+        "from experiments.fidelity_parts import running\n"
+        "running.in_process = lambda *args: 'its process ended with code -9'\n"
+        "running.predict_again = lambda *args, **kwargs: ['lost']\n"
+        "app.run(fidelity.main, sys.argv)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"--part={part}", "--case=mlp", "--devices=4"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "1 parts left no result" in done.stdout
+
+
 def test_what_is_whole_is_not_run_again_and_what_is_torn_is(kept: Store) -> None:
     started: list[Task] = []
 
