@@ -25,6 +25,7 @@ class Analysis:
       site_of_tag: which site a tagged constraint operation is.
       digest: of the module without locations and sites: two programs with one digest are the
         same, wherever this version of autoshard puts sites.
+      as_written: of the step with its author's own constraints, which then is what is lowered.
     """
 
     program: Program
@@ -35,6 +36,7 @@ class Analysis:
     invariants: Invariants
     site_of_tag: dict[int, int]
     digest: str
+    as_written: bool = False
 
 
 @without_mesh()

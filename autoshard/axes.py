@@ -455,7 +455,7 @@ class _Namer:
         given: dict[Factor, str] = {}
         for leaf, dims in zip(self.program.state, self.arguments, strict=False):
             names = self.program.workload.axis_names.get(leaf.key, ())
-            for name, dim in zip(names, dims, strict=False):
+            for name, dim in zip(names, dims, strict=False):  # a key has one that is not named
                 found = [f for f in dim.leaves() if f.size > 1]
                 if isinstance(name, str) and len(found) == 1:
                     given.setdefault(found[0], name)

@@ -11,6 +11,7 @@ from autoshard.axes import Axes
 from autoshard.compat import jaxprs
 from autoshard.compat.contexts import without_mesh
 from autoshard.compat.noise import quiet
+from autoshard.deleted import refuse_deleted
 from autoshard.fix import unfit
 from autoshard.layout import Layout, Spec, rules
 from autoshard.lowering import constrained_step, shapes, shardings
@@ -58,6 +59,7 @@ class Evaluation:
                 compiled = jitted.lower(*shapes(program.inputs)).compile()
 
         def run(*flat: Any) -> Any:
+            refuse_deleted(flat, program.inputs)
             placed = [
                 x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
                 for x, s in zip(flat, given, strict=True)

@@ -65,7 +65,8 @@ def constrained_step(
     program = analysis.program
     if not specs.mesh:
         return program.step  # one device: nothing to shard
-    if not analysis.axes.sites and program.written is not None:
+    if analysis.as_written:
+        assert program.written is not None
         return jaxprs.on_mesh(program.written, mesh)
     return constrained(analysis.sites, site_shardings(specs, mesh))
 

@@ -16,6 +16,7 @@ from autoshard.axes import Axes
 from autoshard.compat.contexts import without_mesh
 from autoshard.compat.jaxprs import as_function
 from autoshard.compat.noise import quiet
+from autoshard.deleted import refuse_deleted
 from autoshard.errors import PlanError
 from autoshard.layout import Candidate, Layout, Spec, Wording
 from autoshard.lowering import jit_step, lower_step, shapes, shardings
@@ -168,7 +169,7 @@ class Plan:
         it to `step` is harmless.
 
         Raises:
-          PlanError: a leaf has another shape or dtype than the plan's state.
+          PlanError: a leaf has another shape or dtype than the plan's state, or is deleted.
         """
         self._must_be_here()
         leaves = self._flat("state", state, self.program.state, self.program.state_tree)
@@ -209,13 +210,18 @@ class Plan:
 
         The state is donated: use the new one. Its shardings are exactly those of the old, so many
         steps compile once. The batch is never donated. Metrics are replicated.
+
+        Raises:
+          PlanError: an array has another shape or dtype than the plan's, or is deleted, as the old
+            state is.
         """
         self._must_be_here()
         program = self.program
         flat, tree = jax.tree.flatten((state, batch))
         out: list[jax.Array] | None = None
         if tree == self._trees and all(isinstance(x, jax.Array) for x in flat):
-            # As a rule every array is as it should be; a look at each from Python takes longer.
+            refuse_deleted(flat, program.inputs)
+            # As a rule all else is as it should be; a look at each from Python takes longer.
             run = self._compiled
             with contextlib.suppress(TypeError, ValueError):  # said, or mended, below
                 out = run(*flat)
@@ -316,6 +322,7 @@ class Plan:
         flat, got = jax.tree.flatten(tree)
         if got != treedef:
             raise PlanError(f"the {word} has structure {got}, expected {treedef}")
+        refuse_deleted(flat, leaves)
         taken: list[Any] = []
         for x, leaf in zip(flat, leaves, strict=True):
             shape, dtype = np.shape(x), getattr(x, "dtype", None)

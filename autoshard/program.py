@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast  # the user's own pytrees have no narrower type than Any
 
 import jax
@@ -130,9 +130,9 @@ def trace(
       keep_constraints: keep the user's own sharding constraints in `step`.
 
     Raises:
-      WorkloadError: not a Workload; a state that changes structure, shape or dtype; rbg keys; a
-        mesh of Explicit axes that is set; a step that only this process can run; state that is kept
-        in the host's memory.
+      WorkloadError: not a Workload; a state that changes structure, shape or dtype; axis names of
+        what is no leaf, or not one for each dimension; rbg keys; a mesh of Explicit axes that is
+        set; a step that only this process can run; state that is kept in the host's memory.
       Exception: whatever the user's own functions raise while traced, with their traceback.
     """
     if not isinstance(workload, Workload):
@@ -159,6 +159,7 @@ def trace(
     batch, batch_tree = _leaves("batch", batch_shapes)
     metrics, metrics_tree = _leaves("metrics", out[1])
     _check_state(state, state_tree, out[0])
+    _check_names(state, workload.axis_names)
     for traced in (made, closed):
         _check_keys(state + batch, traced)
     _warn_of_closures("init", made)
@@ -299,6 +300,21 @@ def _check_state(state: tuple[Leaf, ...], tree: PyTreeDef, new_shapes: object) -
             )
 
 
+def _check_names(state: tuple[Leaf, ...], names: Mapping[str, Sequence[str | None]]) -> None:
+    ranks = {leaf.key: len(leaf.shape) for leaf in state}
+    for key, said in names.items():
+        if key not in ranks:
+            raise WorkloadError(
+                f"axis_names has {key!r}, which is no leaf of the state; its leaves are"
+                f" {', '.join(map(repr, list(ranks)[:5]))}{', ...' * (len(ranks) > 5)}"
+            )
+        if isinstance(said, str) or len(said) != ranks[key]:
+            raise WorkloadError(
+                f"axis_names of {key!r}: got {said!r}, expected a name or None for each of its"
+                f" {ranks[key]} dimensions"
+            )
+
+
 def _check_process(step: jaxprs.ClosedJaxpr) -> None:
     if found := process_bound.bound(step):
         raise WorkloadError(
@@ -412,14 +428,16 @@ def _strip(
         eqns, changed = [], False
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            if name == "shard_map":
-                manual.append((jaxprs.source_line(eqn) or "shard_map", eqn.params["mesh"]))
             if name == "sharding_constraint":
                 shardings.append(eqn.params.get("sharding"))
                 alias[eqn.outvars[0]] = read(eqn.invars[0])
                 changed = True
                 continue
-            new = jaxprs.with_inner(eqn, rewrite, closed_memo)
+            new = eqn
+            if name == "shard_map":
+                manual.append((jaxprs.source_line(eqn) or "shard_map", eqn.params["mesh"]))
+            else:
+                new = jaxprs.with_inner(eqn, rewrite, closed_memo, every=True)
             given = jaxprs.has_shardings(eqn)
             if given:
                 shardings.extend(given)

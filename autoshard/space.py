@@ -45,6 +45,8 @@ class Space:
     _held: dict[Whole, frozenset[frozenset[str]]] = dataclasses.field(
         init=False, repr=False, compare=False
     )
+    # The logical axes that lie along an array which rules divide: not the words of a PRNG key.
+    _ruled: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     # The logical axes of the small arrays of the state that do not hold examples.
     _small: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     # The logical axes that lie along an array of the state.
@@ -74,6 +76,9 @@ class Space:
         }
         found = {whole: _axes_of(arrays) for whole, arrays in held.items()}
         object.__setattr__(self, "_held", found)
+        inputs = zip(self.program.inputs, self.axes.inputs, strict=True)
+        ruled = [*(dims[: len(leaf.shape)] for leaf, dims in inputs), *self.axes.sites.values()]
+        object.__setattr__(self, "_ruled", frozenset().union(*_axes_of(ruled)))
         stored = _axes_of(self.axes.inputs[: len(self.program.state)])
         object.__setattr__(self, "_stored", frozenset().union(*stored))
         batch = {axis.name for axis in self.axes.axes if axis.is_batch}
@@ -98,7 +103,7 @@ class Space:
         return self.program.knobs
 
     def shardable(self) -> tuple[LogicalAxis, ...]:
-        """The axes a rule may name: no loop axes, and some mesh axis divides them."""
+        """The axes a rule may name: no loop axes, of an array, and some mesh axis divides them."""
         sizes = {size for mesh in self.meshes for _, size in mesh}
         pinned = {axis for axis, _ in self.pinned}
         return tuple(
@@ -106,7 +111,7 @@ class Space:
             for a in self.axes.axes
             if not a.is_loop
             and a.name not in pinned
-            and a.where
+            and a.name in self._ruled
             and any(size % n == 0 for size in a.sizes for n in sizes)
         )
 

@@ -66,6 +66,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
         site_of_tag={},
         # Its constraints are part of the program here, and so is what they imply for its inputs.
         digest="step:" + digest(f"{text}\n{inputs}")[:24],
+        as_written=True,
     )
     specs = Specs(
         mesh=mesh,

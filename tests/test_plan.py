@@ -119,6 +119,26 @@ def test_the_state_is_donated_and_the_batch_is_not(plan):
     plan.step(new, batch)
 
 
+def test_what_was_donated_is_named_and_nothing_runs(plan):
+    state, batch = plan.init(), plan.put(workloads.batch_of(0))
+    mean = plan.jit(lambda state, batch: jnp.mean(batch["x"] @ state["params"]["w1"]))
+    mean(state, batch)
+    new, _ = plan.step(state, batch)
+    gone = r"state\['.*: got an array that is deleted"
+    with pytest.raises(PlanError, match=gone):
+        plan.step(state, batch)
+    with pytest.raises(PlanError, match=gone):
+        plan.step(state, jax.tree.map(np.asarray, batch))
+    with pytest.raises(PlanError, match=gone):
+        plan.place(state)
+    with pytest.raises(PlanError, match=gone):
+        mean(state, batch)
+    jax.tree.leaves(batch)[0].delete()
+    with pytest.raises(PlanError, match=r"batch\['x'\]: got an array that is deleted"):
+        plan.step(new, batch)
+    plan.step(new, plan.put(workloads.batch_of(0)))
+
+
 def test_put_shards_the_batch_and_checks_it(plan):
     host = jax.tree.map(np.asarray, workloads.batch_of(0))
     placed = plan.put(host)

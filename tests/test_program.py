@@ -164,3 +164,26 @@ def test_where_sites_go_changes_no_digest(program, monkeypatch):
     there = make_subject(program, target, "free", None).analysis
     assert [s.operation for s in here.sites.sites] != [s.operation for s in there.sites.sites]
     assert here.digest == there.digest
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"['v']": ("embed",)}, r"\['v'\].*is no leaf of the state.*\['w'\]"),
+        ({"['w']": ("embed",)}, r"got \('embed',\), expected a name or None for each of its 2"),
+        ({"['w']": ("embed", None, None)}, "of its 2 dim"),
+        ({"['w']": "ab"}, "got 'ab', expected a name or None"),
+    ],
+)
+def test_names_are_of_leaves_and_one_for_each_dimension(names, message):
+    def step(state, batch):
+        return {"w": state["w"] + jnp.mean(batch)}, {}
+
+    workload = autoshard.Workload(
+        step=step,
+        init=lambda: {"w": jnp.ones((4, 2))},
+        batch=jax.ShapeDtypeStruct((8, 2), jnp.float32),
+        axis_names=names,
+    )
+    with pytest.raises(WorkloadError, match=message):
+        trace(workload)

@@ -20,7 +20,16 @@ from autoshard.target import find_target
 from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from tests import programs
-from tests.analysed import CONSTANTS, analyse, baseline, judge, run, subject
+from tests.analysed import (
+    CONSTANTS,
+    analyse,
+    baseline,
+    judge,
+    run,
+    run_plain,
+    subject,
+    worst_error,
+)
 from tests.programs import BATCH, EMBED, MLP, shaped
 
 
@@ -241,3 +250,70 @@ def test_an_axis_of_one_device_in_the_authors_mesh_is_no_other_mesh(mesh_shape: 
     layout = baseline(of.space, "as written")
     assert isinstance(judge(of, layout), Estimate)
     run(of, layout)
+
+
+def over_data() -> NamedSharding:
+    return NamedSharding(Mesh(np.array(jax.devices()[:8]), ("data",)), P("data"))
+
+
+def in_a_condition(constraint: NamedSharding) -> Workload:
+    def step(state, x):  # type: ignore[no-untyped-def]
+        def goes_on(carry):  # type: ignore[no-untyped-def]
+            held = jax.lax.with_sharding_constraint(carry[0], constraint)
+            return (jnp.sum(held) < 1e3) & (carry[1] < 3)
+
+        turn = lambda carry: (jnp.tanh(carry[0] @ state["w"]), carry[1] + 1)  # noqa: E731
+        y, _ = jax.lax.while_loop(goes_on, turn, (x, 0))
+        return state, jnp.sum(y)
+
+    return Workload(step=step, init=lambda: {"w": jnp.eye(16) / 2}, batch=shaped(32, 16))
+
+
+def in_a_condition_s_function(constraint: NamedSharding) -> Workload:
+    total = jax.jit(jnp.sum, in_shardings=constraint)
+
+    def step(state, x):  # type: ignore[no-untyped-def]
+        goes_on = lambda carry: (total(carry[0]) < 1e3) & (carry[1] < 3)  # noqa: E731
+        turn = lambda carry: (jnp.tanh(carry[0] @ state["w"]), carry[1] + 1)  # noqa: E731
+        y, _ = jax.lax.while_loop(goes_on, turn, (x, 0))
+        return state, jnp.sum(y)
+
+    return Workload(step=step, init=lambda: {"w": jnp.eye(16) / 2}, batch=shaped(32, 16))
+
+
+def in_a_linear_solver(constraint: NamedSharding) -> Workload:
+    def step(state, x):  # type: ignore[no-untyped-def]
+        matrix = state["w"] @ state["w"].T + jnp.eye(16)
+
+        def times(v):  # type: ignore[no-untyped-def]
+            return jax.lax.with_sharding_constraint(matrix, constraint) @ v
+
+        def solve(matvec, b):  # type: ignore[no-untyped-def]
+            return jax.scipy.sparse.linalg.cg(matvec, b, maxiter=3)[0]
+
+        y = jax.lax.custom_linear_solve(times, x[0], solve, symmetric=True)
+        return state, jnp.sum(y) + jnp.mean(x)
+
+    return Workload(step=step, init=lambda: {"w": jnp.eye(16) / 2}, batch=shaped(32, 16))
+
+
+def without_products(constraint: NamedSharding) -> Workload:
+    """An average of parameters, in which nothing is worth a site."""
+
+    def step(state, x):  # type: ignore[no-untyped-def]
+        mean = state["w"] * 0.9 + x * 0.1
+        return {"w": jax.lax.with_sharding_constraint(mean, constraint)}, None
+
+    return Workload(step=step, init=lambda: {"w": jnp.ones((32, 16))}, batch=shaped(32, 16))
+
+
+@pytest.mark.parametrize(
+    "make", [in_a_condition, in_a_condition_s_function, in_a_linear_solver, without_products]
+)
+def test_the_author_s_constraints_are_taken_out_wherever_they_are(make) -> None:
+    of = analyse(make(over_data()))
+    found = {b.name: b.candidate.layout for b in baselines(of.space)}
+    assert found.keys() >= {"as written", "replicated", "data parallel"}
+    for name in ("as written", "replicated", "data parallel"):
+        judge(of, found[name])
+        assert worst_error(of, run(of, found[name]), run_plain(of)) < 1e-5

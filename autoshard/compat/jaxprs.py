@@ -39,6 +39,8 @@ CALLS = frozenset(
 """Primitives whose inner jaxprs are ordinary code: sites may be put inside. Kernels, manual regions
 (shard_map) and the combiners of reduce, scatter and sort are left alone."""
 
+_KERNELS = frozenset({"pallas_call"})
+
 LOOPS = frozenset({"scan", "while"})
 
 AGAIN = LOOPS | {"checkpoint", "remat", "remat2"}
@@ -53,9 +55,11 @@ def inner_jaxprs(
     The condition of a while loop is left out: nothing in it is worth a site.
 
     Args:
-      every: that too, and the bodies of manual regions.
+      every: that too, and those of any other primitive (manual regions, linear solvers), but for
+        kernels.
     """
-    if eqn.primitive.name not in CALLS and not (every and eqn.primitive.name == "shard_map"):
+    name = eqn.primitive.name
+    if name in _KERNELS or not (every or name in CALLS):
         return []
     found: list[tuple[str, int | None, ClosedJaxpr | Jaxpr]] = []
     for name, value in eqn.params.items():
@@ -102,7 +106,8 @@ def with_inner(
         else:
             items = list(params[name])
             items[index] = closed
-            params[name] = tuple(items)
+            named = hasattr(type(params[name]), "_make")  # as the functions of a linear solver
+            params[name] = type(params[name])._make(items) if named else tuple(items)
     return eqn.replace(params=params) if changed else eqn
 
 
@@ -118,7 +123,7 @@ def _unspecified() -> object:
 
 
 def without_shardings(eqn: JaxprEqn) -> JaxprEqn:
-    """A nested jit without the shardings, layouts and mesh that its author gave it."""
+    """A nested jit without the shardings that its author gave it."""
     params = dict(eqn.params)
     for name in ("in_shardings", "out_shardings"):
         if name in params:
@@ -254,7 +259,7 @@ def on_mesh(closed: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
                 same = kept.shape_tuple == abstract.shape_tuple
                 eqn = eqn.replace(params={**eqn.params, "mesh": kept if same else abstract})
             else:
-                eqn = with_inner(eqn, rewrite, closed_memo)
+                eqn = with_inner(eqn, rewrite, closed_memo, every=True)
                 if has_shardings(eqn):
                     eqn = moved_shardings(eqn, moved)
             eqns.append(eqn)

@@ -425,17 +425,20 @@ def _is_box(x: Any) -> bool:
 
 
 def _mirrored(names: Names, state: TrainState) -> Names:
-    """`names`, and the same for the optimizer's moments of each named parameter.
+    """`names` of leaves that have as many dimensions, and the same for their optimizer's moments.
 
-    A moment is a leaf whose path ends in its parameter's path and which has its shape.
+    Layers that are stacked (`nnx.vmap` without `PARTITION_NAME`) have one more than they have
+    names, and which of them is the layer nothing says. A moment is a leaf whose path ends in its
+    parameter's path and which has its shape.
     """
     keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
     shapes = {keystr(path): leaf.shape for path, leaf in leaves(state.params)}
-    found = dict(names)
+    ranks = {keystr(path): len(leaf.shape) for path, leaf in leaves(state)}
+    found = {path: said for path, said in names.items() if len(said) == ranks[path]}
     for path, leaf in leaves(state.opt_state):
         tails = (keystr(path[start:]) for start in range(len(path)))
         # The longest tail first: `['kernel']` alone is another parameter than `['out']['kernel']`.
         tail = next((tail for tail in tails if tail in shapes), None)
-        if tail is not None and shapes[tail] == leaf.shape and ".params" + tail in names:
-            found[".opt_state" + keystr(path)] = names[".params" + tail]
+        if tail is not None and shapes[tail] == leaf.shape and ".params" + tail in found:
+            found[".opt_state" + keystr(path)] = found[".params" + tail]
     return found

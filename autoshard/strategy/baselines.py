@@ -143,16 +143,22 @@ def _storage(
 ) -> dict[str, tuple[str, ...]]:
     """Axes that together shard as much of the state as can be, each leaf once: FSDP's choice.
 
-    Examples that the state holds are divided as those of the batch are.
+    Examples that the state holds are divided as those of the batch are. Of a dimension that holds
+    several axes the first alone can be divided.
+
+    Args:
+      taken: axes that other mesh axes divide.
     """
-    sized = [
-        (leaf.bytes, {axis for dim in dims for axis, _ in dim if axis is not None})
-        for leaf, dims in zip(space.program.state, space.axes.inputs, strict=False)
-    ]
+    sized = []
+    for leaf, dims in zip(space.program.state, space.axes.inputs, strict=False):
+        ruled = dims[: len(leaf.shape)]  # not the words of a PRNG key
+        first = (next(iter(dim), (None, 1)) for dim in ruled)
+        held = {axis for axis, size in first if axis is not None and size % ways == 0}
+        sized.append((leaf.bytes, held))
     usable = [
         a.name
         for a in space.axes.axes
-        if not a.is_loop and not a.is_data and a.size % ways == 0 and a.name not in set(taken)
+        if not a.is_loop and not a.is_data and a.name not in set(taken)
     ]
     batch = {a.name for a in space.axes.axes if a.is_batch}
     chosen: list[str] = []

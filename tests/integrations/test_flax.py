@@ -291,6 +291,29 @@ def test_axis_names_reach_parameters_and_moments():
     assert stateful().axis_names == {}
 
 
+@pytest.mark.parametrize("layers", [None, "layers"])
+def test_stacked_layers_have_names_where_flax_says_which_dimension_is_the_layers(layers):
+    def kernel(*names):
+        return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(8, 16, use_bias=False, kernel_init=kernel("a", "b"), rngs=rngs)
+
+    class Stacked(nnx.Module):
+        def __init__(self):
+            said = {"transform_metadata": {nnx.PARTITION_NAME: layers}} if layers else {}
+            make = nnx.split_rngs(splits=3)(nnx.vmap(Block, **said))
+            self.layers = make(nnx.Rngs(0))
+
+    def loss(model, batch):
+        return jnp.mean(batch["x"]) * jnp.sum(model.layers.up.kernel[...]), {}
+
+    workload = nnx_workload(Stacked, loss, optax.sgd(0.1, momentum=0.9), BATCH)
+    found = set(workload.axis_names.values())
+    assert found == ({("layers", "a", "b")} if layers else set())
+
+
 def test_axis_names_are_paths_of_the_state():
     for make in (plain, linen_stateful):
         workload = make()

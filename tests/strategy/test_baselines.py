@@ -162,3 +162,34 @@ def test_examples_that_the_state_holds_are_stored_as_they_are_computed() -> None
     assert fsdp.inputs[0] == (("x",), ()) and fsdp.inputs[1] in ((("x",), ()), ((), ("x",)))
     whole = space.layout(data.mesh, dict(data.compute), {})
     assert space.contains(space.candidate(whole)) is None
+
+
+def test_fsdp_divides_what_can_be_divided() -> None:
+    """Of columns in three parts no part can be, nor can the two words of a key."""
+
+    def step(state: dict, x: jax.Array) -> tuple[dict, jax.Array]:
+        def loss(trained: dict) -> jax.Array:
+            q, k, v = jnp.moveaxis((x @ trained["w"] + trained["b"]).reshape(-1, 3, 32), 1, 0)
+            noise = jax.random.normal(state["key"], q.shape)
+            return jnp.mean((jax.nn.sigmoid(q) * jnp.tanh(k) + v + noise) ** 2)
+
+        trained = {name: state[name] for name in ("w", "b")}
+        value, slopes = jax.value_and_grad(loss)(trained)
+        key = jax.random.split(state["key"], 1)[0]
+        return {**jax.tree.map(jnp.subtract, trained, slopes), "key": key}, value
+
+    def init() -> dict:
+        return {"w": jnp.ones((64, 96)), "b": jnp.ones(96), "key": jax.random.key(0)}
+
+    program = trace(Workload(step=step, init=init, batch=shaped(64, 64)))
+    for count in (2, 8):
+        space = make_subject(program, find_target(jax.devices()[:count]), "free", None).space
+        assert {b.name for b in baselines(space)} >= {"FSDP", "ZeRO-1", "tensor parallel"}
+        fsdp = space.specs(baseline(space, "FSDP"))
+        stored = {x.path: s for x, s in zip(program.state, fsdp.inputs, strict=False)}
+        assert stored == {
+            "state['w']": (("x",), ()),
+            "state['b']": ((),),
+            "state['key']": (),
+        }
+        assert 2 not in {axis.size for axis in space.shardable()}
