@@ -411,7 +411,7 @@ def _pinned(
 def _strip(
     closed: jaxprs.ClosedJaxpr,
 ) -> tuple[jaxprs.ClosedJaxpr, list[object], Regions]:
-    """Takes the user's constraints out; returns their shardings too, and manual regions' meshes."""
+    """Takes out where the user puts values; returns what said so, and manual regions' meshes."""
     shardings: list[object] = []
     manual: Regions = []
     memo: dict[int, jaxprs.Jaxpr] = {}
@@ -428,9 +428,10 @@ def _strip(
         eqns, changed = [], False
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            if name == "sharding_constraint":
-                shardings.append(eqn.params.get("sharding"))
-                alias[eqn.outvars[0]] = read(eqn.invars[0])
+            if jaxprs.is_placement(eqn):
+                shardings.extend(jaxprs.placements(eqn))
+                for target, source in zip(eqn.outvars, eqn.invars, strict=True):
+                    alias[target] = read(source)
                 changed = True
                 continue
             new = eqn

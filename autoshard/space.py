@@ -319,7 +319,7 @@ class Space:
         specs = self.written.specs
         sizes = dict(specs.mesh)
         wide = [n for n in sizes.values() if n > 1]
-        if len(self.meshes) == 1 and wide != [n for _, n in self.meshes[0]]:
+        if len(self.meshes) == 1 and wide != [n for _, n in self.meshes[0] if n > 1]:
             return (
                 f"the mesh is fixed to {dict(self.meshes[0])}, and the step's own constraints are"
                 f" for {sizes}"

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TypeVar
 
 from autoshard.analysis import analyse
@@ -144,9 +144,15 @@ def check_samples(programs: Sequence[Program], seed: int) -> None:
 
 
 def allowed_meshes(
-    target: Target, mesh_shape: str, fix: Mapping[str, object] | None
+    target: Target,
+    mesh_shape: str,
+    fix: Mapping[str, object] | None,
+    single: Set[str] = frozenset(),
 ) -> tuple[MeshShape, ...]:
     """The mesh shapes a search may use; a given mesh comes first.
+
+    Args:
+      single: axes of a given mesh that stay of size one.
 
     Raises:
       WorkloadError: `mesh_shape` is neither "free" nor "fixed", or it is "fixed" and no mesh was
@@ -162,7 +168,8 @@ def allowed_meshes(
         return (given or mesh_shapes(target.device_count, (), ordered=False)[0],)
     if mesh_shape != "free":
         raise WorkloadError(f'mesh_shape is "free" or "fixed", got {mesh_shape!r}')
-    names = tuple(dict.fromkeys(name for name, _ in (*given, *target.given)))
+    others = (name for name, _ in target.given if name not in single)
+    names = tuple(dict.fromkeys([*(name for name, _ in given), *others]))
     ordered = target.uneven or bool(fix and target.given)
     free = mesh_shapes(target.device_count, names, ordered=ordered)
     return tuple(dict.fromkeys([given, *free] if given else free))
@@ -189,6 +196,23 @@ def _check_mesh_axes(
             )
 
 
+def _without(
+    single: Set[str],
+    pinned: Sequence[tuple[str, tuple[str, ...]]],
+    leaves: Sequence[tuple[int, Spec]],
+) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], tuple[tuple[int, Spec], ...], frozenset[str]]:
+    """What is fixed, without mesh axes of size one; and those that it named."""
+    named = {m for _, to in pinned for m in to} | {m for _, s in leaves for dim in s for m in dim}
+    return (
+        tuple((axis, tuple(m for m in to if m not in single)) for axis, to in pinned),
+        tuple(
+            (i, tuple(tuple(m for m in dim if m not in single) for dim in spec))
+            for i, spec in leaves
+        ),
+        frozenset(named & single),
+    )
+
+
 def make_subject(
     program: Program,
     target: Target,
@@ -205,12 +229,9 @@ def make_subject(
     """
     analysis = analyse(program, target.lowering_platform, target.device_count)
     pinned, leaves = read_fix(fix, program, analysis.axes)
-    single = {name for name, size in target.given if size == 1}
-    pinned = tuple((axis, tuple(m for m in to if m not in single)) for axis, to in pinned)
-    leaves = tuple(
-        (i, tuple(tuple(m for m in dim if m not in single) for dim in spec)) for i, spec in leaves
-    )
-    meshes = allowed_meshes(target, mesh_shape, fix)
+    single = {name for name, n in (*target.given, *(program.pinned_mesh or ())) if n == 1}
+    pinned, leaves, unused = _without(single, pinned, leaves)
+    meshes = allowed_meshes(target, mesh_shape, fix, unused)
     if program.pinned_mesh is not None:
         count = math.prod(n for _, n in program.pinned_mesh)
         if count != target.device_count:

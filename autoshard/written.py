@@ -82,14 +82,15 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
 def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[Spec] | None:
     """The state's shardings where the author's init() constrains them, None where it does not."""
     closed = program.init
-    if not any(e.primitive.name == "sharding_constraint" for e in jaxprs.equations(closed.jaxpr)):
-        return None
+    said = [
+        sharding
+        for eqn in jaxprs.equations(closed.jaxpr)
+        if jaxprs.is_placement(eqn)
+        for sharding in jaxprs.placements(eqn)
+        if isinstance(sharding, NamedSharding)
+    ]
     names = {name for name, _ in mesh}
-    if any(
-        not names.issuperset(s.mesh.axis_names)
-        for e in jaxprs.equations(closed.jaxpr)
-        if isinstance(s := e.params.get("sharding"), NamedSharding)
-    ):
+    if not said or any(not names.issuperset(s.mesh.axis_names) for s in said):
         return None
     moved = jaxprs.on_mesh(closed, jaxprs.abstract_mesh(mesh))
     module = flattening.flatten(stablehlo.lower_abstract(moved, [], platform))

@@ -405,6 +405,39 @@ def test_a_given_mesh_is_tried_whatever_its_shape() -> None:
     assert flat[0] == (("m", 8),) and len({tuple(n for _, n in mesh) for mesh in flat}) == len(flat)
 
 
+def test_a_fix_names_no_mesh_axis_of_size_one_that_other_shapes_widen() -> None:
+    """`fix` over a and b is one over b where a has one device: in no shape has a more."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(1, 8), ("a", "b"))
+    program = trace(programs.EVERY["equal_width_mlp"]())
+    named = {"batch": ("a", "b"), "state[0]": PartitionSpec("a")}
+    space = make_subject(program, find_target(mesh), "free", named).space
+    assert space.pinned == (("batch", ("b",)),) and space.fixed_leaves == ((0, ((), ())),)
+    assert len(space.meshes) > 1
+    assert all("a" not in dict(shape) for shape in space.meshes)
+    free = make_subject(program, find_target(mesh), "free", {"batch": "b"}).space
+    assert any("a" in dict(shape) for shape in free.meshes)
+
+
+def test_mesh_axes_of_size_one_that_a_step_names() -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(1, 8), ("a", "b"))
+    over = PartitionSpec("b")
+
+    def step(state, x):
+        def loss(w):
+            held = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, over))
+            specs = {"in_specs": (over, PartitionSpec()), "out_specs": over}
+            return jnp.mean(jax.shard_map(jnp.matmul, mesh=mesh, **specs)(held, w) ** 2)
+
+        return state - jax.grad(loss)(state), {}
+
+    program = trace(
+        programs.Workload(step=step, init=lambda: jnp.ones((EMBED, MLP)), batch=shaped(32, EMBED))
+    )
+    for fix in (None, {"batch": "b"}, {"batch": ("a", "b")}):
+        space = make_subject(program, target(), "free", fix).space
+        assert {b.name for b in baselines(space)} >= {"as written", "FSDP"}
+
+
 def test_a_leaf_that_is_fixed_to_one_mesh_axis_twice_is_refused() -> None:
     for spec in (PartitionSpec("x", "x"), PartitionSpec(("x", "x"))):
         with pytest.raises(LayoutError, match="names a mesh axis twice: x, x"):

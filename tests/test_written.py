@@ -252,10 +252,6 @@ def test_an_axis_of_one_device_in_the_authors_mesh_is_no_other_mesh(mesh_shape: 
     run(of, layout)
 
 
-def over_data() -> NamedSharding:
-    return NamedSharding(Mesh(np.array(jax.devices()[:8]), ("data",)), P("data"))
-
-
 def in_a_condition(constraint: NamedSharding) -> Workload:
     def step(state, x):  # type: ignore[no-untyped-def]
         def goes_on(carry):  # type: ignore[no-untyped-def]
@@ -307,13 +303,39 @@ def without_products(constraint: NamedSharding) -> Workload:
     return Workload(step=step, init=lambda: {"w": jnp.ones((32, 16))}, batch=shaped(32, 16))
 
 
+def put_on_devices(constraint: NamedSharding) -> Workload:
+    def step(state, x):  # type: ignore[no-untyped-def]
+        x, rate = jax.device_put((x, 0.5 * jnp.ones(3)), (constraint, None))
+        return {"w": state["w"] - rate[0] * x.T @ x}, jnp.mean(x @ state["w"])
+
+    def init():  # type: ignore[no-untyped-def]
+        return {"w": jax.device_put(jnp.eye(16) / 2, constraint)}
+
+    return Workload(step=step, init=init, batch=shaped(32, 16))
+
+
 @pytest.mark.parametrize(
-    "make", [in_a_condition, in_a_condition_s_function, in_a_linear_solver, without_products]
+    "make",
+    [
+        in_a_condition,
+        in_a_condition_s_function,
+        in_a_linear_solver,
+        without_products,
+        put_on_devices,
+    ],
 )
-def test_the_author_s_constraints_are_taken_out_wherever_they_are(make) -> None:
-    of = analyse(make(over_data()))
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_author_s_constraints_are_taken_out_wherever_they_are(make, order) -> None:
+    devices = np.array(jax.devices()[:8][::order])
+    of = analyse(make(NamedSharding(Mesh(devices, ("data",)), P("data"))))
     found = {b.name: b.candidate.layout for b in baselines(of.space)}
     assert found.keys() >= {"as written", "replicated", "data parallel"}
     for name in ("as written", "replicated", "data parallel"):
         judge(of, found[name])
         assert worst_error(of, run(of, found[name]), run_plain(of)) < 1e-5
+
+
+def test_what_is_put_on_devices_is_a_baseline_as_constraints_are() -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    found = inputs(put_on_devices(NamedSharding(mesh, P("data"))))
+    assert found == {"state['w']": (("data",), ()), "batch": (("data",), ())}

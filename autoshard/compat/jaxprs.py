@@ -173,6 +173,24 @@ def on_host(atom: Atom) -> bool:
     return getattr(getattr(atom.aval, "memory_space", None), "name", "Device") == "Host"
 
 
+def is_placement(eqn: JaxprEqn) -> bool:
+    """Whether an equation says where values lie on devices, and computes nothing."""
+    if eqn.primitive.name == "sharding_constraint":
+        return True
+    return (
+        eqn.primitive.name == "device_put"
+        and any(isinstance(x, jax.sharding.Sharding | jax.Device) for x in eqn.params["devices"])
+        and not any(map(on_host, (*eqn.invars, *eqn.outvars)))
+    )
+
+
+def placements(eqn: JaxprEqn) -> list[object]:
+    """Of a placement what it says of each operand: a sharding, a device, None for nothing."""
+    if eqn.primitive.name == "sharding_constraint":
+        return [eqn.params["sharding"]]
+    return list(eqn.params["devices"])
+
+
 def constants(closed: ClosedJaxpr) -> list[object]:
     """The arrays a function closes over; those of functions jitted inside are with their jaxprs."""
     found = list(closed.consts)
@@ -241,18 +259,30 @@ def on_mesh(closed: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
             return NamedSharding(mesh, sharding.spec)
         return sharding
 
+    def moved_placement(eqn: JaxprEqn) -> list[JaxprEqn]:
+        found = [moved(said) for said in placements(eqn)]
+        if not any(isinstance(said, NamedSharding) for said in found):
+            return [eqn]
+        # A device, or nothing, is said of an operand by a `device_put` of its own.
+        alone = {k: v[:1] if isinstance(v, tuple) else v for k, v in eqn.params.items()}
+        return [
+            constraint_equation(source, target, said, "as_written", eqn)
+            if isinstance(said, NamedSharding)
+            else eqn.replace(
+                invars=[source], outvars=[target], params={**alone, "devices": (said,)}
+            )
+            for source, target, said in zip(eqn.invars, eqn.outvars, found, strict=True)
+        ]
+
     def rewrite(jaxpr: Jaxpr) -> Jaxpr:
         if id(jaxpr) in memo:
             return memo[id(jaxpr)]
-        eqns = []
+        eqns: list[JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "sharding_constraint":
-                sharding = moved(eqn.params["sharding"])
-                if isinstance(sharding, NamedSharding):
-                    eqn = constraint_equation(
-                        eqn.invars[0], eqn.outvars[0], sharding, "as_written", eqn
-                    )
-            elif eqn.primitive.name == "shard_map":
+            if is_placement(eqn):
+                eqns += moved_placement(eqn)
+                continue
+            if eqn.primitive.name == "shard_map":
                 own = eqn.params["mesh"]
                 # The region's equations remember their mesh with the kind of its devices.
                 kept = own if isinstance(own, AbstractMesh) else own.abstract_mesh
