@@ -187,7 +187,8 @@ class Plan:
 
         Args:
           batch: arrays; with one process the global batch, with many this process's part of it
-            (the rows its devices hold).
+            (the rows its devices hold). On CPU devices NumPy arrays may be taken as they are,
+            as by `jax.device_put`: fill no array anew that a step may still read.
         """
         self._must_be_here()
         leaves, tree = jax.tree.flatten(batch)

@@ -91,8 +91,8 @@ def train(
       checkpoint_folder: where the last state is saved with orbax, named by the steps behind it;
         also if the figures cannot be written, and whatever ends the loop before its time.
     """
-    figures = figures and _vacant(figures)
-    checkpoint = checkpoint_folder and _vacant(checkpoint_folder / f"{done + steps:06d}")
+    figures = figures and vacant(figures)
+    checkpoint = checkpoint_folder and vacant(checkpoint_folder / f"{done + steps:06d}")
     state = plan.init() if state is None else state
     evaluate = plan.jit(evaluation.metrics) if evaluation else None
     held_out = [plan.put(batch) for batch in evaluation.batches] if evaluation else []
@@ -143,13 +143,13 @@ def train(
         donated = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
         if step > done:
             folder = None if donated else checkpoint_folder
-            checkpoint = folder and _vacant(folder / f"{step:06d}")
+            checkpoint = folder and vacant(folder / f"{step:06d}")
             keep()
         raise
 
     if step < done + steps:
         log(f"the batches ended after {step - done} of {steps} steps")
-        checkpoint = checkpoint_folder and _vacant(checkpoint_folder / f"{step:06d}")
+        checkpoint = checkpoint_folder and vacant(checkpoint_folder / f"{step:06d}")
         missed = evaluation is not None and history and history[-1].validation_loss is None
         if history and (missed or history[-1].step < step):
             report(step, loss, last=True)
@@ -157,7 +157,7 @@ def train(
     return state, history
 
 
-def _vacant(path: pathlib.Path) -> pathlib.Path:
+def vacant(path: pathlib.Path) -> pathlib.Path:
     """The path, or the first of `<path>-2`, `<path>-3` and so on that nothing has."""
     others = (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(2))
     return next(p for p in itertools.chain((path,), others) if not p.exists())

@@ -6,7 +6,7 @@ Command: scripts/tune   (or python -m experiments.tune --devices=8 --steps=150)
 Cost: four to five minutes on 2 cores, --seconds=180 of them search.
 Expected: a ranked table of finalists and baselines; a validation loss that falls below 2.5 nats a
   byte; plan.json, the journal and the profiler trace in the run folder. A second run in the same
-  folder writes its figures and its checkpoint beside those of the first.
+  folder writes its plan, its figures and its checkpoint beside those of the first.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
             callbacks=(show_on(progress),),
         )
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
-    plan.save(str(run / "plan.json"))
+    plan.save(str(training.vacant(run / "plan.json")))
 
     if _STEPS.value:
         held_out = itertools.islice(task.batches("validation", 0), HELD_OUT_BATCHES)

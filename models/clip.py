@@ -124,8 +124,14 @@ class CLIP(nnx.Module):
         text_AS = unit(self.text_out(self.text(tokens_AT, constrain)))
         image_BS = constrain(image_BS, ("batch", "embed"))
         text_AS = constrain(text_AS, ("batch", "embed"))
-        scale = jnp.minimum(jnp.exp(self.log_scale[...]), LARGEST_SCALE)
+        scale = jnp.exp(capped(self.log_scale[...], math.log(LARGEST_SCALE)))
         return constrain(scale * jnp.einsum("BS,AS->BA", image_BS, text_AS), ("batch", None))
+
+
+def capped(x: jax.Array, largest: float) -> jax.Array:
+    """At most `largest`, with the gradient of `x`: beyond it the loss still pulls it back."""
+    stop = jax.lax.stop_gradient
+    return stop(jnp.minimum(x, largest)) + (x - stop(x))
 
 
 def unit(x_BS: jax.Array) -> jax.Array:

@@ -180,7 +180,7 @@ class UNet(nnx.Module):
                 kept.append(width)
 
         self.middle_in = Layer(config, widths[-1], widths[-1], attends=True, rngs=rngs)
-        self.middle_out = layer(widths[-1], widths[-1], 0)
+        self.middle_out = Layer(config, widths[-1], widths[-1], attends=False, rngs=rngs)
 
         self.up: nnx.List[nnx.List[Layer]] = nnx.List()
         self.grow: nnx.List[Convolution] = nnx.List()

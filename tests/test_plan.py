@@ -382,6 +382,30 @@ def test_a_check_takes_the_steps_and_the_batches_it_is_asked_for(fsdp, monkeypat
     assert seeds == [(5, 3)]
 
 
+def test_a_state_that_several_devices_make_is_checked(calibration):
+    """init() with a manual region: no program for one device makes it."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    rows = jax.P("data")
+
+    def init():
+        def part():
+            return jnp.ones((4, 16)) + jax.lax.axis_index("data")
+
+        return jax.shard_map(part, mesh=mesh, in_specs=(), out_specs=rows)()
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), {}
+
+    workload = autoshard.Workload(
+        step=step, init=init, batch=jax.ShapeDtypeStruct((32, 4 * len(jax.devices())), jnp.float32)
+    )
+    budget = autoshard.Budget(candidates=4, compiles=1, profiles=0)
+    plan = autoshard.search(lambda: workload, jax.devices(), budget=budget, calibration=calibration)
+    assert plan.check().passed
+    whole = 1.0 + np.repeat(np.arange(len(jax.devices())), 4)[:, None]
+    np.testing.assert_array_equal(plan.init(), np.broadcast_to(whole, (len(whole), 16)))
+
+
 def test_in_a_job_of_many_processes_each_gives_its_part_of_the_batch(fsdp, monkeypatch):
     given = []
 

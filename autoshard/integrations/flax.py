@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from flax import linen, nnx
 
 Names = dict[str, tuple[str | None, ...]]
-Gradient = Callable[[Any, Any, Any], tuple[Any, Any, dict[str, Any]]]
-"""(params, extra, batch) -> (gradients, new extra, metrics with "loss")."""
+Gradients = tuple[Any, dict[str, Any], Any, dict[str, Any]]
+"""Gradients, parameters that the loss changed by their paths, new extra, metrics with "loss"."""
+Gradient = Callable[[Any, Any, Any], Gradients]
+"""(params, extra, batch) -> gradients and what else comes of it."""
 
 
 class Optimizer(Protocol):
@@ -81,7 +83,8 @@ def nnx_workload(
         other Variable and every plain array that Flax knows to be data is carried along. Variables
         that first appear inside `loss` (intermediates) are dropped.
       loss: (model, batch) -> (scalar to minimise, dict of further metrics). It may change the
-        model's Variables, as dropout and batch norm do.
+        model's Variables, as dropout and batch norm do; where it changes `nnx.Param`s (spectral
+        norm), the optimizer starts from what it made of them.
       optimizer: an optax GradientTransformation, or what looks like one.
       batch: pytree of `jax.ShapeDtypeStruct`, the global batch.
       sample: see `Workload`.
@@ -100,18 +103,22 @@ def nnx_workload(
         _, params, extra = _split_nnx(make_model, abstract=False)
         return _initial(optimizer, nnx.to_pure_dict(params), nnx.to_pure_dict(extra))
 
-    def gradient(params: Any, extra: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
-        def run(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
+    def gradient(params: Any, extra: Any, batch: Any) -> Gradients:
+        def run(params: Any) -> tuple[jax.Array, tuple[dict[str, Any], Any, dict[str, Any]]]:
             model = nnx.merge(graphdef, _box(abstract_params, params), _box(abstract_extra, extra))
             with origins_unsaid():
                 value, metrics = loss(model, batch)
             after = dict(nnx.to_flat_state(nnx.state(model)))
-            kept = [(path, after[path]) for path, _ in nnx.to_flat_state(abstract_extra)]
-            new_extra = nnx.to_pure_dict(nnx.from_flat_state(kept))
-            return value, (new_extra, {"loss": value, **metrics})
 
-        gradients, (new_extra, metrics) = jax.grad(run, has_aux=True)(params)
-        return gradients, new_extra, metrics
+            def held(before: Any) -> Any:
+                kept = [(path, after[path]) for path, _ in nnx.to_flat_state(before)]
+                return nnx.to_pure_dict(nnx.from_flat_state(kept))
+
+            changed = _changed(params, held(abstract_params))
+            return value, (changed, held(abstract_extra), {"loss": value, **metrics})
+
+        gradients, (changed, new_extra, metrics) = jax.grad(run, has_aux=True)(params)
+        return gradients, changed, new_extra, metrics
 
     names = _nnx_names(".params", abstract_params) | _nnx_names(".extra", abstract_extra)
     return Workload(
@@ -177,11 +184,20 @@ def linen_workload(
             extra["rngs"] = {name: jax.random.key(seed + 1 + i) for i, name in enumerate(rngs)}
         return _initial(optimizer, variables["params"], extra)
 
-    def gradient(params: Any, extra: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def gradient(params: Any, extra: Any, batch: Any) -> Gradients:
         def run(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
             current = dict(extra)
 
-            def apply(*args: Any, mutable: str | Sequence[str] | None = None, **kwargs: Any) -> Any:
+            def apply(
+                *args: Any, mutable: str | Sequence[str] | bool | None = None, **kwargs: Any
+            ) -> Any:
+                if mutable is True or "rngs" in kwargs:
+                    said = "mutable=True" if mutable is True else "rngs"
+                    raise WorkloadError(
+                        f"apply got {said}: name the collections that are to be read"
+                        " (mutable=['intermediates']), and the random keys by"
+                        " linen_workload(rngs=['dropout']), which makes new ones for each step"
+                    )
                 keys = {}
                 if rngs:
                     split = {name: jax.random.split(key) for name, key in current["rngs"].items()}
@@ -199,7 +215,7 @@ def linen_workload(
                 changed = _unbox(changed)
                 kept = {k: v for k, v in changed.items() if k in collections}
                 current["collections"] = {**collections, **kept}
-                if mutable is None:
+                if mutable is None or mutable is False:
                     return output
                 return output, {k: v for k, v in changed.items() if k in asked}
 
@@ -207,7 +223,7 @@ def linen_workload(
             return value, (current, {"loss": value, **metrics})
 
         gradients, (new_extra, metrics) = jax.grad(run, has_aux=True)(params)
-        return gradients, new_extra, metrics
+        return gradients, {}, new_extra, metrics
 
     boxed = jax.eval_shape(lambda: _init_linen(module, batch, inputs, rngs, seed, init_kwargs))
     sown = _sown(module, boxed, batch, inputs, rngs, init_kwargs)
@@ -255,18 +271,34 @@ def _step(
     _check_accumulate(accumulate, batch)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        old = state.params
         if accumulate == 1:
-            gradients, extra, metrics = gradient(state.params, state.extra, batch)
+            gradients, changed, extra, metrics = gradient(old, state.extra, batch)
+            if changed:
+                keystr = jax.tree_util.keystr
+                old = jax.tree_util.tree_map_with_path(
+                    lambda path, p: changed.get(keystr(path), p), old
+                )
         else:
             gradients, extra, metrics = _accumulated(gradient, accumulate, state, batch)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, old)
+        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), old, updates)
         return (
             TrainState(step=state.step + 1, params=params, extra=extra, opt_state=opt_state),
             metrics,
         )
 
     return step
+
+
+def _changed(before: Any, after: Any) -> dict[str, Any]:
+    """Of two trees of one structure the leaves of the second that are others, by their paths."""
+    old, new = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
+    return {
+        jax.tree_util.keystr(path): leaf
+        for (path, leaf), (_, was) in zip(new, old, strict=True)
+        if leaf is not was
+    }
 
 
 def _accumulated(
@@ -281,12 +313,21 @@ def _accumulated(
 
     def body(carry: tuple[Any, Any], part: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
         total, extra = carry
-        gradients, extra, metrics = gradient(state.params, extra, part)
+        gradients, changed, extra, metrics = gradient(state.params, extra, part)
+        if changed:
+            raise WorkloadError(
+                f"the loss changes parameters ({', '.join(changed)}), of which the parts of a batch"
+                " would each make others: use accumulate=1, or make what it changes a Variable that"
+                " is no nnx.Param"
+            )
         return (jax.tree.map(jnp.add, total, gradients), extra), metrics
 
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    # In float32 at least: in bfloat16 a sum of many parts loses what each adds.
+    zeros = jax.tree.map(
+        lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params
+    )
     (total, extra), metrics = jax.lax.scan(body, (zeros, state.extra), parts)
-    mean = jax.tree.map(lambda x: x / accumulate, total)
+    mean = jax.tree.map(lambda x, p: (x / accumulate).astype(p.dtype), total, state.params)
     return mean, extra, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from autoshard.compat.contexts import without_mesh
-from autoshard.compat.jaxprs import as_function
+from autoshard.compat.jaxprs import as_function, equations
 from autoshard.lowering import NOT_LOWERED, lower_init
 from autoshard.module import Module
 from autoshard.program import Program, physical, sample_batch
@@ -21,8 +21,8 @@ class Inputs:
     """What `Benches.set_inputs` takes.
 
     Attributes:
-      init: the program that makes the initial state, or that state, where only this process can
-        make it.
+      init: the program that makes the initial state, or that state, where only this process, or
+        only several devices, can make it.
       batches: their leaves in order, on the host.
     """
 
@@ -50,10 +50,12 @@ def _digest(values: list[np.ndarray] | tuple[np.ndarray, ...], before: str = "")
 def make_inputs(program: Program, target: Target, seed: int, count: int) -> Inputs:
     """`count` batches of the workload, with seeds from `seed` on.
 
-    init() is for the host, where JAX has it: one accelerator may not hold the whole state.
+    init() is for the host, where JAX has it: one accelerator may not hold the whole state. One with
+    manual regions (shard_map) runs here, on the devices that these name.
     """
     batches = [sample_batch(program, seed + k) for k in range(count)]
-    if program.init_is_bound:
+    made_by = {eqn.primitive.name for eqn in equations(program.plain_init.jaxpr)}
+    if program.init_is_bound or "shard_map" in made_by:
         return Inputs(_made_here(program), batches)
     if target.platform != "cpu" and host_devices():
         with contextlib.suppress(*NOT_LOWERED):  # something in it is for the accelerator alone

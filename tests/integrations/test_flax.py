@@ -139,7 +139,7 @@ def test_each_part_is_every_so_many_th_example_and_state_goes_from_part_to_part(
 
     def gradient(params, seen, part):
         here = jnp.concatenate([seen[1:], part[None]])
-        return jnp.zeros(()), here, {"first": part[0]}
+        return jnp.zeros(()), {}, here, {"first": part[0]}
 
     state = flax_file.TrainState(
         step=0, params=jnp.zeros(()), extra=jnp.zeros((4, 3)), opt_state=()
@@ -147,6 +147,75 @@ def test_each_part_is_every_so_many_th_example_and_state_goes_from_part_to_part(
     _, parts, metrics = flax_file._accumulated(gradient, 4, state, jnp.arange(12.0))
     np.testing.assert_array_equal(parts, np.arange(12.0).reshape(3, 4).T)
     assert metrics["first"] == np.mean([0, 1, 2, 3])
+
+
+class Centred(nnx.Module):
+    """A layer that keeps the mean of what it sees in a parameter, as spectral norm does weights."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        self.mean = nnx.Param(jnp.zeros(4))
+
+    def __call__(self, x):
+        self.mean[...] = 0.5 * self.mean[...] + 0.5 * jnp.mean(x, axis=0)
+        return self.linear(x - jax.lax.stop_gradient(self.mean[...]))
+
+
+def test_parameters_that_the_loss_changes_are_the_optimizer_s_start():
+    def make(accumulate):
+        return nnx_workload(Centred, squared_error, optax.sgd(0.1), BATCH, accumulate=accumulate)
+
+    batch, workload = real_batch(), make(1)
+    state, _ = jax.jit(workload.step)(workload.init(), batch)
+    wanted = 0.5 * jnp.mean(batch["x"], axis=0)
+    np.testing.assert_allclose(state.params["mean"], wanted, rtol=1e-5)
+    before = workload.init().params["linear"]["kernel"]
+    assert not np.allclose(state.params["linear"]["kernel"], before)
+    with pytest.raises(WorkloadError, match=r"changes parameters \(\['mean'\]\).*accumulate=1"):
+        jax.eval_shape(make(4).step, jax.eval_shape(workload.init), BATCH)
+
+
+def test_a_loss_that_changes_no_parameter_says_so():
+    params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}
+    other = {**params, "b": {"c": jnp.ones(3)}}
+    assert flax_file._changed(params, dict(params)) == {}
+    assert list(flax_file._changed(params, other)) == ["['b']['c']"]
+
+
+def test_parts_are_added_in_float32_where_parameters_are_narrower():
+    """Of 512 parts that add a thousandth each, half would be lost in bfloat16."""
+    added = jnp.asarray(1e-3, jnp.bfloat16)
+
+    def gradient(params, extra, part):
+        return added, {}, extra, {"loss": jnp.mean(part)}
+
+    state = flax_file.TrainState(step=0, params=jnp.zeros((), jnp.bfloat16), extra=(), opt_state=())
+    mean, _, _ = flax_file._accumulated(gradient, 512, state, jnp.ones(512))
+    assert mean.dtype == jnp.bfloat16 and mean == added
+
+
+@pytest.mark.parametrize(
+    ("said", "match"), [({"mutable": True}, "mutable"), ({"rngs": {}}, "rngs")]
+)
+def test_what_apply_is_given_by_itself_is_said(said, match):
+    def loss(apply, batch):
+        return jnp.mean(apply(batch["x"], **said)), {}
+
+    workload = linen_workload(
+        linen.Dense(4), loss, optax.sgd(0.1), BATCH, inputs=lambda batch: (batch["x"],)
+    )
+    with pytest.raises(WorkloadError, match=f"apply got {match}.*linen_workload"):
+        jax.eval_shape(workload.step, jax.eval_shape(workload.init), BATCH)
+
+
+def test_apply_with_nothing_mutable_gives_the_output_alone():
+    def loss(apply, batch):
+        return jnp.mean(apply(batch["x"], mutable=False)), {}
+
+    workload = linen_workload(
+        linen.Dense(4), loss, optax.sgd(0.1), BATCH, inputs=lambda batch: (batch["x"],)
+    )
+    jax.eval_shape(workload.step, jax.eval_shape(workload.init), BATCH)
 
 
 def test_accumulation_equals_no_accumulation():

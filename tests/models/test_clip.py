@@ -14,6 +14,7 @@ from models.clip import (
     CLIPConfig,
     TextConfig,
     TextEncoder,
+    capped,
     contrast,
     loss,
     sample,
@@ -74,6 +75,12 @@ def test_similarities_are_cosines_over_the_temperature():
     np.testing.assert_allclose(
         similarity(params), hot * config.temperature * LARGEST_SCALE, rtol=1e-3, atol=1e-3
     )
+
+
+def test_a_temperature_beyond_its_cap_is_pulled_back():
+    for x, found in ((4.0, 4.0), (4.7, 4.6), (1e3, 4.6)):
+        value, slope = jax.value_and_grad(capped)(x, 4.6)
+        np.testing.assert_allclose([value, slope], [found, 1.0], rtol=1e-6)
 
 
 def test_published_size():

@@ -78,6 +78,8 @@ def test_attention_is_at_one_resolution_and_in_the_middle():
     attends = [[layer.attends for layer in level] for level in model.up]
     assert attends == [[False] * 3, [False] * 3, [True] * 3, [False] * 3]
     assert (model.middle_in.attends, model.middle_out.attends) == (True, False)
+    nowhere = nnx.eval_shape(lambda: UNet(UNetConfig(attention=0)))
+    assert (nowhere.middle_in.attends, nowhere.middle_out.attends) == (True, False)
 
 
 def test_published_size():
