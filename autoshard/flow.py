@@ -12,7 +12,8 @@ parameters depend on the batch.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import TypeVar
 
 from autoshard.compat import jaxprs
 
@@ -79,6 +80,10 @@ _REARRANGES = _RESIZES | {
 """Operations whose result has the elements of their operands, or some, and no others."""
 STATE, BATCH, STORAGE, USED = 1, 2, 4, 8
 
+T = TypeVar("T")
+Known = dict[tuple[int, tuple[T, ...]], tuple[T, ...]]
+"""(a jaxpr's id, flags of its inputs) -> flags of its outputs."""
+
 
 class Flow:
     """Flags of every variable of a step, those of inner jaxprs included.
@@ -92,7 +97,7 @@ class Flow:
         self.flags: dict[jaxprs.Var, int] = {}
         jaxpr = closed.jaxpr
         batch_count = len(jaxpr.invars) - state_count
-        self._forward(jaxpr, [STATE] * state_count + [BATCH] * batch_count)
+        self._forward(jaxpr, [STATE] * state_count + [BATCH] * batch_count, {})
         self._into_state: set[jaxprs.Var] = set()
         count = len(jaxpr.outvars)
         self._backward(jaxpr, [i < returned for i in range(count)])
@@ -101,7 +106,8 @@ class Flow:
         for var, flags in list(self.flags.items()):
             if flags == STATE:
                 self.flags[var] = flags | STORAGE
-        self._elementwise(jaxpr)
+        before = {var for var, flags in self.flags.items() if flags & STORAGE}
+        self._elementwise(jaxpr, [v in before for v in jaxpr.invars], before, {})
         self._mark_used(jaxpr, [False] * count)
         del self._into_state
 
@@ -117,19 +123,31 @@ class Flow:
     def used(self, var: jaxprs.Atom) -> bool:
         return bool(self.of(var) & USED)
 
-    def _forward(self, jaxpr: jaxprs.Jaxpr, ins: Sequence[int]) -> list[int]:
-        """Taints: what each value depends on."""
-        flags = self.flags
-        for var, flag in zip(jaxpr.invars, ins, strict=True):
-            flags[var] = flags.get(var, 0) | flag
+    def _forward(
+        self, jaxpr: jaxprs.Jaxpr, ins: Sequence[int], known: Known[int]
+    ) -> tuple[int, ...]:
+        """Taints: what each value depends on; returns those of the outputs of this call.
+
+        Args:
+          known: outputs by jaxpr and inputs, for all calls of a step. A function that is called
+            with a parameter and with an activation taints each result by its own operand.
+        """
+        key = (id(jaxpr), tuple(ins))
+        if key in known:
+            return known[key]
+        here: dict[jaxprs.Var, int] = dict(zip(jaxpr.invars, ins, strict=True))
+
+        def of(v: jaxprs.Atom) -> int:
+            return 0 if isinstance(v, jaxprs.Literal) else here.get(v, 0)
+
         for eqn in jaxpr.eqns:
             inner = inner_links(eqn)
             if inner:
                 outs = [0] * len(eqn.outvars)
                 for body, operands, results, carries in inner:
-                    given = [self.of(eqn.invars[i]) if i is not None else 0 for i in operands]
+                    given = [of(eqn.invars[i]) if i is not None else 0 for i in operands]
                     while True:
-                        returned = self._forward(body, given)
+                        returned = self._forward(body, given, known)
                         grown = list(given)
                         for o, i in carries:
                             grown[i] |= returned[o]
@@ -142,11 +160,13 @@ class Flow:
             else:
                 every = 0
                 for v in eqn.invars:
-                    every |= self.of(v)
+                    every |= of(v)
                 outs = [every] * len(eqn.outvars)
-            for v, flag in zip(eqn.outvars, outs, strict=True):
-                flags[v] = flags.get(v, 0) | flag
-        return [self.of(v) for v in jaxpr.outvars]
+            here.update(zip(eqn.outvars, outs, strict=True))
+        for v, flag in here.items():
+            self.flags[v] = self.flags.get(v, 0) | flag
+        known[key] = tuple(of(v) for v in jaxpr.outvars)
+        return known[key]
 
     def _backward(self, jaxpr: jaxprs.Jaxpr, outs: Sequence[bool]) -> list[bool]:
         """Marks what reaches the new state without being contracted or reduced."""
@@ -169,29 +189,51 @@ class Flow:
                         marked.add(v)
         return [v in marked for v in jaxpr.invars]
 
-    def _elementwise(self, jaxpr: jaxprs.Jaxpr, seen: set[int] | None = None) -> None:
-        """Values computed elementwise from storage values alone are storage too."""
-        seen = set() if seen is None else seen
-        if id(jaxpr) in seen:
-            return
-        seen.add(id(jaxpr))
+    def _elementwise(
+        self,
+        jaxpr: jaxprs.Jaxpr,
+        ins: Sequence[bool],
+        before: Set[jaxprs.Var],
+        known: Known[bool],
+    ) -> tuple[bool, ...]:
+        """Values computed elementwise from storage values alone are storage too.
+
+        Args:
+          ins: which inputs are storage in this call.
+          before: what is storage by itself.
+          known: as in `_forward`.
+
+        Returns:
+          Which outputs are by `ins` alone: what `before` has of a function, it has of one call.
+        """
+        key = (id(jaxpr), tuple(ins))
+        if key in known:
+            return known[key]
+        by_ins = {v for v, flag in zip(jaxpr.invars, ins, strict=True) if flag}
+        here = by_ins | {v for v in jaxpr.invars if v in before}
         for eqn in jaxpr.eqns:
             inner = inner_links(eqn)
-            for body, operands, results, _ in inner:
-                for i, v in zip(operands, body.invars, strict=True):
-                    if i is not None and self.storage(eqn.invars[i]):
-                        self.flags[v] |= STORAGE
-                self._elementwise(body, seen)
-                for o, returned in zip(results, body.outvars, strict=True):
-                    if o is not None and self.storage(returned):
-                        self.flags[eqn.outvars[o]] |= STORAGE
-            if inner or eqn.primitive.name in _STOPS:
-                continue
-            arrays: list[jaxprs.Atom] = [v for v in eqn.invars if getattr(v.aval, "shape", ())]
-            if arrays and all(self.storage(v) for v in arrays):
-                for out in eqn.outvars:
-                    if any(_passes(eqn, v) for v in arrays):
-                        self.flags[out] |= STORAGE
+            for found in (by_ins, here):
+                for body, operands, results, _ in inner:
+                    given = [i is not None and _in(found, eqn.invars[i]) for i in operands]
+                    returned = self._elementwise(body, given, before, known)
+                    found.update(
+                        eqn.outvars[o]
+                        for o, flag in zip(results, returned, strict=True)
+                        if o is not None and flag
+                    )
+                if inner or eqn.primitive.name in _STOPS:
+                    continue
+                arrays: list[jaxprs.Atom] = [v for v in eqn.invars if getattr(v.aval, "shape", ())]
+                if arrays and all(_in(found, v) for v in arrays):
+                    found.update(
+                        v for v in eqn.outvars if any(_passes(eqn, given) for given in arrays)
+                    )
+            here.update(v for v in eqn.outvars if v in before)
+        for v in here:
+            self.flags[v] = self.flags.get(v, 0) | STORAGE
+        known[key] = tuple(_in(by_ins, v) for v in jaxpr.outvars)
+        return known[key]
 
     def _mark_used(self, jaxpr: jaxprs.Jaxpr, outs: Sequence[bool]) -> list[bool]:
         """Marks the state, and what is computed from it alone, that compute values are made of."""
@@ -236,6 +278,10 @@ def into_products(jaxpr: jaxprs.Jaxpr, outs: Sequence[bool]) -> list[bool]:
             reached = eqn.invars
         found.update(v for v in reached if not isinstance(v, jaxprs.Literal))
     return [v in found for v in jaxpr.invars]
+
+
+def _in(found: Set[jaxprs.Var], atom: jaxprs.Atom) -> bool:
+    return not isinstance(atom, jaxprs.Literal) and atom in found
 
 
 def _marked_inside(

@@ -119,6 +119,29 @@ def test_values_inside_a_cond_and_a_nested_jit_are_told_apart() -> None:
     assert not any(flow.storage(v) for v in results(closed, "tanh"))
 
 
+@pytest.mark.parametrize("state_first", [True, False])
+def test_calls_of_one_function_are_told_apart_by_what_they_are_given(state_first) -> None:
+    """As `jax.nn.silu` of a parameter and of an activation that is as large."""
+    call = jax.jit(lambda v: jnp.tanh(v) * 2)
+
+    def step(w, x):
+        x = x[:8]
+        kept = call(w) if state_first else None
+        hidden = call(x)
+        kept = call(w) if kept is None else kept
+        return w + 0.1 * kept, (jnp.sin(hidden), jnp.cos(kept))
+
+    closed, flow = traced(step)
+    calls = [e for e in closed.jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
+    of_state, of_batch = calls if state_first else calls[::-1]
+    assert of_state.params["jaxpr"] is of_batch.params["jaxpr"]
+    assert flow.of(of_state.outvars[0]) & (STATE | BATCH) == STATE
+    assert flow.of(of_batch.outvars[0]) & (STATE | BATCH) == BATCH
+    assert not flow.storage(of_batch.outvars[0]) and flow.storage(of_state.outvars[0])
+    assert not any(flow.storage(v) for v in results(closed, "sin"))
+    assert all(flow.storage(v) for v in results(closed, "cos"))
+
+
 def test_parameters_are_used_and_moments_and_decay_are_not() -> None:
     def loss(w, x):
         def layer(x, w):
