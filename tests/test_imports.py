@@ -66,6 +66,7 @@ LAYERS = (
         "validity",
         "checked",
         "evaluation",
+        "deleted",
         "report",
         "no_plan",
         "knob_advice",
