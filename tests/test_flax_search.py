@@ -42,7 +42,7 @@ def test_nnx_search_with_knobs_trains(calibration):
         decoder_fn,
         jax.devices(),
         knobs={"remat": ("none", "full"), "accumulate": (1, 2)},
-        budget=BUDGET,
+        budget=autoshard.Budget(candidates=24, compiles=4, profiles=3, rounds=4),
         calibration=calibration,
     )
     tried = {t.candidate.knobs for t in plan.evidence.trials}

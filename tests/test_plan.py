@@ -382,6 +382,7 @@ def test_a_check_takes_the_steps_and_the_batches_it_is_asked_for(fsdp, monkeypat
     assert seeds == [(5, 3)]
 
 
+@pytest.mark.slow
 def test_a_state_that_several_devices_make_is_checked(calibration):
     """init() with a manual region: no program for one device makes it."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))

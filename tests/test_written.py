@@ -315,16 +315,16 @@ def put_on_devices(constraint: NamedSharding) -> Workload:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "order"),
     [
-        in_a_condition,
-        in_a_condition_s_function,
-        in_a_linear_solver,
-        without_products,
-        put_on_devices,
+        (in_a_condition, 1),
+        (in_a_condition_s_function, 1),
+        (in_a_linear_solver, 1),
+        (without_products, 1),
+        (put_on_devices, 1),
+        (put_on_devices, -1),
     ],
 )
-@pytest.mark.parametrize("order", [1, -1])
 def test_the_author_s_constraints_are_taken_out_wherever_they_are(make, order) -> None:
     devices = np.array(jax.devices()[:8][::order])
     of = analyse(make(NamedSharding(Mesh(devices, ("data",)), P("data"))))
