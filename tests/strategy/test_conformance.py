@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -128,6 +128,18 @@ def test_exhaustive_asks_for_everything_in_the_space_s_order(space: Space) -> No
     want = list(itertools.islice(space.enumerate(), 24))
     found = [c for asked in search(Exhaustive(batch=8), space, 0, 3) for c in asked]
     assert found == want
+
+
+def test_exhaustive_goes_over_a_space_once(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    enumerate_, started = Space.enumerate, []
+
+    def counted(of: Space) -> Iterator[Candidate]:
+        started.append(of)
+        return enumerate_(of)
+
+    monkeypatch.setattr(Space, "enumerate", counted)
+    strategy = Exhaustive(batch=8)
+    assert len(search(strategy, space, 0, 3)) == 3 and len(started) == 1
 
 
 def test_beam_goes_down_hill(space: Space) -> None:
