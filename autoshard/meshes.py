@@ -1,5 +1,7 @@
 """The mesh shapes that a number of devices can have."""
 
+from collections.abc import Set
+
 from autoshard.layout import MeshShape
 
 MAX_MESH_AXES = 3
@@ -17,15 +19,18 @@ def factorizations(count: int, most: int = MAX_MESH_AXES) -> list[tuple[int, ...
     return list(dict.fromkeys(found))
 
 
-def mesh_shapes(count: int, names: tuple[str, ...], ordered: bool) -> list[MeshShape]:
+def mesh_shapes(
+    count: int, names: tuple[str, ...], ordered: bool, never: Set[str] = frozenset()
+) -> list[MeshShape]:
     """Meshes of every factorization into up to three axes.
 
     Args:
-      names: of the axes, major to minor; completed by x, y, z.
+      names: of the axes, major to minor; completed by x, y, z, or letters from u on.
+      never: names that no axis gets.
       ordered: whether (4, 2) and (2, 4) differ: they do where links differ or names carry a
         meaning; else one of them stands for both, sizes descending.
     """
-    spare = [n for n in ("x", "y", "z") if n not in names]
+    spare = [n for n in "xyzuvw" if n not in names and n not in never]
     all_names = (*names, *spare)
     shapes = factorizations(count)
     if not ordered:

@@ -171,7 +171,7 @@ def allowed_meshes(
     others = (name for name, _ in target.given if name not in single)
     names = tuple(dict.fromkeys([*(name for name, _ in given), *others]))
     ordered = target.uneven or bool(fix and target.given)
-    free = mesh_shapes(target.device_count, names, ordered=ordered)
+    free = mesh_shapes(target.device_count, names, ordered=ordered, never=single)
     return tuple(dict.fromkeys([given, *free] if given else free))
 
 

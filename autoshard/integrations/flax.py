@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from flax import linen, nnx
 
 Names = dict[str, tuple[str | None, ...]]
-Gradients = tuple[Any, dict[str, Any], Any, dict[str, Any]]
-"""Gradients, parameters that the loss changed by their paths, new extra, metrics with "loss"."""
+Gradients = tuple[Any, Any, dict[str, Any]]
 Gradient = Callable[[Any, Any, Any], Gradients]
-"""(params, extra, batch) -> gradients and what else comes of it."""
+"""(params, extra, batch) -> (gradients, new extra, metrics with "loss")."""
 
 
 class Optimizer(Protocol):
@@ -83,8 +82,8 @@ def nnx_workload(
         other Variable and every plain array that Flax knows to be data is carried along. Variables
         that first appear inside `loss` (intermediates) are dropped.
       loss: (model, batch) -> (scalar to minimise, dict of further metrics). It may change the
-        model's Variables, as dropout and batch norm do; where it changes `nnx.Param`s (spectral
-        norm), the optimizer starts from what it made of them.
+        model's Variables, as dropout and batch norm do; what it makes of an `nnx.Param` is for
+        this call alone, and the next step has what the optimizer made of it.
       optimizer: an optax GradientTransformation, or what looks like one.
       batch: pytree of `jax.ShapeDtypeStruct`, the global batch.
       sample: see `Workload`.
@@ -104,21 +103,17 @@ def nnx_workload(
         return _initial(optimizer, nnx.to_pure_dict(params), nnx.to_pure_dict(extra))
 
     def gradient(params: Any, extra: Any, batch: Any) -> Gradients:
-        def run(params: Any) -> tuple[jax.Array, tuple[dict[str, Any], Any, dict[str, Any]]]:
+        def run(params: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
             model = nnx.merge(graphdef, _box(abstract_params, params), _box(abstract_extra, extra))
             with origins_unsaid():
                 value, metrics = loss(model, batch)
             after = dict(nnx.to_flat_state(nnx.state(model)))
+            kept = [(path, after[path]) for path, _ in nnx.to_flat_state(abstract_extra)]
+            new_extra = nnx.to_pure_dict(nnx.from_flat_state(kept))
+            return value, (new_extra, {"loss": value, **metrics})
 
-            def held(before: Any) -> Any:
-                kept = [(path, after[path]) for path, _ in nnx.to_flat_state(before)]
-                return nnx.to_pure_dict(nnx.from_flat_state(kept))
-
-            changed = _changed(params, held(abstract_params))
-            return value, (changed, held(abstract_extra), {"loss": value, **metrics})
-
-        gradients, (changed, new_extra, metrics) = jax.grad(run, has_aux=True)(params)
-        return gradients, changed, new_extra, metrics
+        gradients, (new_extra, metrics) = jax.grad(run, has_aux=True)(params)
+        return gradients, new_extra, metrics
 
     names = _nnx_names(".params", abstract_params) | _nnx_names(".extra", abstract_extra)
     return Workload(
@@ -223,7 +218,7 @@ def linen_workload(
             return value, (current, {"loss": value, **metrics})
 
         gradients, (new_extra, metrics) = jax.grad(run, has_aux=True)(params)
-        return gradients, {}, new_extra, metrics
+        return gradients, new_extra, metrics
 
     boxed = jax.eval_shape(lambda: _init_linen(module, batch, inputs, rngs, seed, init_kwargs))
     sown = _sown(module, boxed, batch, inputs, rngs, init_kwargs)
@@ -271,34 +266,18 @@ def _step(
     _check_accumulate(accumulate, batch)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        old = state.params
         if accumulate == 1:
-            gradients, changed, extra, metrics = gradient(old, state.extra, batch)
-            if changed:
-                keystr = jax.tree_util.keystr
-                old = jax.tree_util.tree_map_with_path(
-                    lambda path, p: changed.get(keystr(path), p), old
-                )
+            gradients, extra, metrics = gradient(state.params, state.extra, batch)
         else:
             gradients, extra, metrics = _accumulated(gradient, accumulate, state, batch)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, old)
-        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), old, updates)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
         return (
             TrainState(step=state.step + 1, params=params, extra=extra, opt_state=opt_state),
             metrics,
         )
 
     return step
-
-
-def _changed(before: Any, after: Any) -> dict[str, Any]:
-    """Of two trees of one structure the leaves of the second that are others, by their paths."""
-    old, new = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
-    return {
-        jax.tree_util.keystr(path): leaf
-        for (path, leaf), (_, was) in zip(new, old, strict=True)
-        if leaf is not was
-    }
 
 
 def _accumulated(
@@ -313,22 +292,20 @@ def _accumulated(
 
     def body(carry: tuple[Any, Any], part: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
         total, extra = carry
-        gradients, changed, extra, metrics = gradient(state.params, extra, part)
-        if changed:
-            raise WorkloadError(
-                f"the loss changes parameters ({', '.join(changed)}), of which the parts of a batch"
-                " would each make others: use accumulate=1, or make what it changes a Variable that"
-                " is no nnx.Param"
-            )
-        return (jax.tree.map(jnp.add, total, gradients), extra), metrics
+        gradients, extra, metrics = gradient(state.params, extra, part)
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, gradients)
+        return (total, extra), metrics
 
     # In float32 at least: in bfloat16 a sum of many parts loses what each adds.
-    zeros = jax.tree.map(
-        lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params
-    )
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p.dtype)), state.params)
     (total, extra), metrics = jax.lax.scan(body, (zeros, state.extra), parts)
     mean = jax.tree.map(lambda x, p: (x / accumulate).astype(p.dtype), total, state.params)
     return mean, extra, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+
+
+def _wide(dtype: Any) -> Any:
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.float32 if narrow else dtype
 
 
 def _check_accumulate(accumulate: int, batch: Any) -> None:
@@ -475,7 +452,7 @@ def _mirrored(names: Names, state: TrainState) -> Names:
     keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
     shapes = {keystr(path): leaf.shape for path, leaf in leaves(state.params)}
     ranks = {keystr(path): len(leaf.shape) for path, leaf in leaves(state)}
-    found = {path: said for path, said in names.items() if len(said) == ranks[path]}
+    found = {path: said for path, said in names.items() if len(said) == ranks.get(path)}
     for path, leaf in leaves(state.opt_state):
         tails = (keystr(path[start:]) for start in range(len(path)))
         # The longest tail first: `['kernel']` alone is another parameter than `['out']['kernel']`.

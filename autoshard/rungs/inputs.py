@@ -6,6 +6,7 @@ import hashlib
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from autoshard.compat.contexts import without_mesh
 from autoshard.compat.jaxprs import as_function, equations
@@ -54,8 +55,10 @@ def make_inputs(program: Program, target: Target, seed: int, count: int) -> Inpu
     manual regions (shard_map) runs here, on the devices that these name.
     """
     batches = [sample_batch(program, seed + k) for k in range(count)]
-    made_by = {eqn.primitive.name for eqn in equations(program.plain_init.jaxpr)}
-    if program.init_is_bound or "shard_map" in made_by:
+    made = equations(program.plain_init.jaxpr)
+    regions = [eqn.params["mesh"] for eqn in made if eqn.primitive.name == "shard_map"]
+    # A mesh that is set while it is traced names no devices.
+    if program.init_is_bound or (regions and all(isinstance(m, Mesh) for m in regions)):
         return Inputs(_made_here(program), batches)
     if target.platform != "cpu" and host_devices():
         with contextlib.suppress(*NOT_LOWERED):  # something in it is for the accelerator alone
