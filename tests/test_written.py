@@ -1,6 +1,7 @@
 """The step as its author wrote it, as a baseline."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -252,29 +253,26 @@ def test_an_axis_of_one_device_in_the_authors_mesh_is_no_other_mesh(mesh_shape: 
     run(of, layout)
 
 
-def in_a_condition(constraint: NamedSharding) -> Workload:
-    def step(state, x):  # type: ignore[no-untyped-def]
-        def goes_on(carry):  # type: ignore[no-untyped-def]
-            held = jax.lax.with_sharding_constraint(carry[0], constraint)
-            return (jnp.sum(held) < 1e3) & (carry[1] < 3)
+def looping(total: Callable[[jax.Array], jax.Array]) -> Workload:
+    """A while loop whose condition asks for the total of what it goes over."""
 
-        turn = lambda carry: (jnp.tanh(carry[0] @ state["w"]), carry[1] + 1)  # noqa: E731
-        y, _ = jax.lax.while_loop(goes_on, turn, (x, 0))
+    def step(state, x):  # type: ignore[no-untyped-def]
+        y, _ = jax.lax.while_loop(
+            lambda carry: (total(carry[0]) < 1e3) & (carry[1] < 3),
+            lambda carry: (jnp.tanh(carry[0] @ state["w"]), carry[1] + 1),
+            (x, 0),
+        )
         return state, jnp.sum(y)
 
     return Workload(step=step, init=lambda: {"w": jnp.eye(16) / 2}, batch=shaped(32, 16))
+
+
+def in_a_condition(constraint: NamedSharding) -> Workload:
+    return looping(lambda x: jnp.sum(jax.lax.with_sharding_constraint(x, constraint)))
 
 
 def in_a_condition_s_function(constraint: NamedSharding) -> Workload:
-    total = jax.jit(jnp.sum, in_shardings=constraint)
-
-    def step(state, x):  # type: ignore[no-untyped-def]
-        goes_on = lambda carry: (total(carry[0]) < 1e3) & (carry[1] < 3)  # noqa: E731
-        turn = lambda carry: (jnp.tanh(carry[0] @ state["w"]), carry[1] + 1)  # noqa: E731
-        y, _ = jax.lax.while_loop(goes_on, turn, (x, 0))
-        return state, jnp.sum(y)
-
-    return Workload(step=step, init=lambda: {"w": jnp.eye(16) / 2}, batch=shaped(32, 16))
+    return looping(jax.jit(jnp.sum, in_shardings=constraint))
 
 
 def in_a_linear_solver(constraint: NamedSharding) -> Workload:
