@@ -20,7 +20,9 @@ def refuse_deleted(arrays: Sequence[Any], leaves: Sequence[Leaf]) -> None:
       PlanError: one was deleted, as by the step that it was donated to.
     """
     for x, leaf in zip(arrays, leaves, strict=True):
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+        # What has no such method is no array of JAX's; to ask for that type takes longer.
+        is_deleted = getattr(x, "is_deleted", None)
+        if is_deleted and not isinstance(x, jax.core.Tracer) and is_deleted():
             raise PlanError(
                 f"{leaf.path}: got an array that is deleted. A step donates its state: go on with"
                 " the one that it returned, or make one anew by plan.init() or plan.place(state)"
