@@ -242,7 +242,7 @@ class Operations:
             return
         first = len(self.sizes)
         if name == "stablehlo.constant" or name == "sdy.constant":
-            self._constants[op.results[0]] = str(attributes["value"])
+            self._constants[op.results[0]] = stablehlo.literal(op)
             self._literals[first] = self._constants[op.results[0]]
         if name == "sdy.sharding_constraint":
             index = self._new(op.results[0], name, trips, parent=operands[0])

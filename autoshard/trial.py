@@ -2,9 +2,11 @@
 
 import dataclasses
 import enum
+import math
 import statistics
 
 from autoshard.layout import Candidate
+from autoshard.trimmed import trimmed_mean
 
 
 class Rung(enum.StrEnum):
@@ -180,8 +182,9 @@ class Failure:
 def paired_ratio(a: Measurement, b: Measurement) -> float | None:
     """How many times as long b's step takes as a's, from rounds in which both ran.
 
-    The median over common rounds of the ratio of each round's median sample; machines drift, so
-    samples of different rounds say little. None without a common round.
+    By what a race ranks: the trimmed mean, over the rounds in which both ran, of the logarithm of
+    the ratio of each round's medians. Machines drift, so samples of different rounds say little.
+    None without a common round.
     """
 
     def by_round(m: Measurement) -> dict[int, float]:
@@ -192,7 +195,8 @@ def paired_ratio(a: Measurement, b: Measurement) -> float | None:
 
     first, second = by_round(a), by_round(b)
     common = sorted(first.keys() & second.keys())
-    return statistics.median(second[r] / first[r] for r in common) if common else None
+    logs = [math.log(second[r] / first[r]) for r in common]
+    return math.exp(trimmed_mean(logs)) if logs else None
 
 
 Outcome = Estimate | Measurement | Failure

@@ -20,7 +20,7 @@ def trip_count(
     if len(ops) < 2 or ops[-2].name != "stablehlo.compare":
         return 1.0, False
     local = {
-        o.results[0]: str(o.attributes["value"])
+        o.results[0]: stablehlo.literal(o.operation)
         for o in [*ops, *(b.operation for b in body.operations)]
         if o.name == "stablehlo.constant"
     }

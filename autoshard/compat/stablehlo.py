@@ -209,6 +209,15 @@ def partners_of(send: Operation) -> tuple[tuple[int, ...], ...] | tuple[str, ...
     return axes
 
 
+def literal(constant: Operation) -> str:
+    """The value of a `constant` with its type, as MLIR writes them."""
+    try:
+        return str(constant.attributes["value"])
+    except TypeError:  # MLIR's Python has no type for complex elements
+        whole = str(constant.get_asm(use_local_scope=True))
+        return whole[whole.index("dense") :]
+
+
 def integers(operation: Operation, name: str) -> list[int]:
     """An attribute that is a list of integers, such as `fft_length` or `window_dimensions`."""
     return list(ir.DenseI64ArrayAttr(operation.attributes[name]))

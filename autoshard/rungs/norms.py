@@ -14,9 +14,10 @@ def wide(value: np.ndarray) -> np.ndarray:
 
 
 def minus(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """The change in double precision; values that are no numbers, and equal infinities, are 0."""
+    """The change in double precision, 0 of equal infinities; of what was not finite all that is."""
+    before = wide(old)
     with np.errstate(invalid="ignore"):
-        return np.where(new == old, 0, wide(new) - wide(old))
+        return np.where(new == old, 0, wide(new) - np.where(np.isfinite(before), before, 0))
 
 
 def second(new: np.ndarray, old: np.ndarray, then: np.ndarray, before: np.ndarray) -> np.ndarray:

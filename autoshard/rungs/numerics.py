@@ -46,7 +46,7 @@ from autoshard.rungs import norms
 from autoshard.rungs.pieces import over_pieces
 from autoshard.trial import Failure, Kind, Stage
 
-REVISION = 3
+REVISION = 4
 """Raise it when programs may pass that failed: failures of another revision are not believed."""
 
 NOISE_FACTOR = 4.0

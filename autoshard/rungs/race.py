@@ -23,6 +23,7 @@ import scipy.special  # type: ignore[import-untyped]
 
 from autoshard.errors import WorkerError
 from autoshard.trial import Failure, Kind, Stage
+from autoshard.trimmed import TRIM, trimmed_mean
 
 Run = Callable[[str, int], Sequence[float] | Failure]
 """(name, steps) -> wall time of each step in seconds."""
@@ -32,8 +33,6 @@ COMPLETE = ("one left", "none left", "tie", "max rounds")
 
 INTERRUPTED = "interrupted"
 """How one ends that Ctrl-C stopped: what was measured until then stands."""
-
-_TRIM = 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,16 +377,6 @@ def _judge(alive: Sequence[_Lane], round_: int, settings: RaceSettings, renewed:
     return tied and sum(lane.dropped is None for lane in alive) > 1
 
 
-def trimmed_mean(values: Collection[float]) -> float:
-    """The mean without the least and the greatest fifth, each rounded down to whole values.
-
-    >>> trimmed_mean([0.0, 1.0, 1.5, 2.0, 9.0])
-    1.5
-    """
-    cut = int(_TRIM * len(values))
-    return statistics.fmean(sorted(values)[cut : len(values) - cut])
-
-
 def with_margin(values: Collection[float], confidence: float) -> tuple[float, float]:
     """The 20 %-trimmed mean and the half-width of its one-sided confidence bound.
 
@@ -396,13 +385,13 @@ def with_margin(values: Collection[float], confidence: float) -> tuple[float, fl
     (0.1, 0.0)
     """
     n = len(values)
-    cut = int(_TRIM * n)
+    cut = int(TRIM * n)
     ordered, mean = sorted(values), trimmed_mean(values)
     if n - 2 * cut < 2:
         return mean, math.inf
     ordered[:cut] = [ordered[cut]] * cut
     ordered[n - cut :] = [ordered[n - cut - 1]] * cut
-    error = statistics.stdev(ordered) / ((1 - 2 * _TRIM) * math.sqrt(n))
+    error = statistics.stdev(ordered) / ((1 - 2 * TRIM) * math.sqrt(n))
     return mean, float(scipy.special.stdtrit(n - 2 * cut - 1, confidence)) * error
 
 

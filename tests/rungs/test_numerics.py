@@ -155,6 +155,20 @@ def test_integers_are_exact_unless_rounding_moves_the_reference_too():
     assert report.passed and report.noisy == ("count at step 1",)
 
 
+def test_what_was_infinite_before_is_compared_by_its_value():
+    """A best loss of inf, of which the first step makes a number: all of that is its change."""
+    best = np.float32([0.2152111])
+    ref = against(lambda state, batches: trajectory(best), [np.float32([np.inf])])
+    assert error_of(trajectory(np.nextafter(best, np.float32(1))), ref).passed
+    assert not error_of(trajectory(best * np.float32(1.01)), ref).passed
+
+
+def test_a_number_in_place_of_an_infinity_is_wrong():
+    start = [np.array([-np.inf, 1.0], np.float32)]
+    ref = against(lambda state, batches: trajectory(state[0] + np.float32([0, 1])), start)
+    assert not error_of(trajectory(np.float32([3, 2])), ref).passed
+
+
 def test_infinities_that_were_there_before_are_no_failure():
     start = [np.array([np.inf, 1.0], np.float32)]
     ref = against(lambda state, batches: trajectory(state[0] + np.float32([0, 1])), start)

@@ -1,0 +1,36 @@
+"""What is said of two measurements is what a race ranks them by."""
+
+import pytest
+
+from autoshard.rungs.race import RaceSettings, race
+from autoshard.trial import Measurement, paired_ratio
+
+FIRST = [1.0, 1.0, 1.0]
+SECOND = [0.9, 0.9, 2.0]  # faster in most rounds, slower in the mean
+
+
+def test_the_ratio_to_the_winner_is_what_the_race_ranks_by():
+    # A step runs unrecorded when a program is loaded.
+    times = {"first": iter([1.0, *FIRST]), "second": iter([1.0, *SECOND])}
+    result = race(
+        list(times),
+        lambda name, steps: [next(times[name])] * steps,
+        seed=0,
+        settings=RaceSettings(max_rounds=3),
+    )
+    winner, other = (
+        Measurement(samples_s=one.samples_s, rounds=one.rounds)
+        for name in result.ranking
+        for one in result.runners
+        if one.name == name
+    )
+    assert result.ranking == ("first", "second")
+    ratio = paired_ratio(winner, other)
+    assert ratio == pytest.approx((0.9 * 0.9 * 2.0) ** (1 / 3)) and ratio > 1
+
+
+def test_the_ratio_is_of_common_rounds_and_one_bad_round_in_five_does_not_count():
+    one = Measurement(samples_s=(1.0, 1.0, 1.0, 1.0, 1.0, 9.0), rounds=(0, 1, 2, 3, 4, 5))
+    two = Measurement(samples_s=(2.0, 2.0, 2.0, 2.0, 80.0), rounds=(4, 3, 2, 1, 0))
+    assert paired_ratio(one, two) == pytest.approx(2.0)
+    assert paired_ratio(one, Measurement(samples_s=(1.0,), rounds=(7,))) is None
