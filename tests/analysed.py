@@ -169,11 +169,13 @@ def worst_error(of: Subject, got: list[np.ndarray], want: list[np.ndarray]) -> f
     worst = 0.0
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.shape == b.shape and a.dtype == b.dtype
-        if not np.issubdtype(a.dtype, np.floating):
+        if not np.issubdtype(a.dtype, np.inexact):
             assert np.array_equal(a, b), i
             continue
-        a, b = a.astype(np.float64), b.astype(np.float64)
-        change = b - (before[i].astype(np.float64) if i < len(before) else 0.0)
+        wide = np.complex128 if a.dtype.kind == "c" else np.float64
+        a, b = a.astype(wide), b.astype(wide)
+        start = before[i].astype(wide) if i < len(before) else np.zeros_like(b)
+        change = b - np.where(np.isfinite(start), start, 0)  # of an infinite one all that is
         # Against 1e-4 this lets the last bit of a leaf that hardly changes differ.
         floor = 1e-3 * np.linalg.norm(b) + 1e-30
         worst = max(worst, float(np.linalg.norm(a - b) / max(np.linalg.norm(change), floor)))
