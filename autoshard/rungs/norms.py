@@ -14,7 +14,10 @@ def wide(value: np.ndarray) -> np.ndarray:
 
 
 def minus(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """The change in double precision, 0 of equal infinities; of what was not finite all that is."""
+    """The change in double precision: 0 where both are equal, infinities too.
+
+    From a value that was not finite all of the new one is the change.
+    """
     before = wide(old)
     with np.errstate(invalid="ignore"):
         return np.where(new == old, 0, wide(new) - np.where(np.isfinite(before), before, 0))

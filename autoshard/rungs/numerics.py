@@ -2,7 +2,8 @@
 
 Parameters alone cannot tell: with adamw a gradient wrong by 8x moves them by 6e-6 of their size.
 So every leaf of the state, optimizer moments included, is compared by what the steps added to it:
-`||dx - dx_ref|| / ||dx_ref||` over the leaf, in float64 on the host.
+`||dx - dx_ref|| / ||dx_ref||` over the leaf, in float64 on the host. To a value that was not finite
+before (a best loss of infinity) they added all that it is.
 
 What that alone would get wrong is rounding. Some changes are nothing but rounding noise: the
 gradient of a bias that cancels is zero but for it; adam divides noise by noise, so that
