@@ -6,7 +6,7 @@ import math
 import statistics
 
 from autoshard.layout import Candidate
-from autoshard.trimmed import trimmed_mean
+from autoshard.rounds import by_round, trimmed_mean
 
 
 class Rung(enum.StrEnum):
@@ -187,15 +187,8 @@ def paired_ratio(a: Measurement, b: Measurement) -> float | None:
     None without a common round.
     """
 
-    def by_round(m: Measurement) -> dict[int, float]:
-        grouped: dict[int, list[float]] = {}
-        for sample, number in zip(m.samples_s, m.rounds, strict=True):
-            grouped.setdefault(number, []).append(sample)
-        return {number: statistics.median(s) for number, s in grouped.items()}
-
-    first, second = by_round(a), by_round(b)
-    common = sorted(first.keys() & second.keys())
-    logs = [math.log(second[r] / first[r]) for r in common]
+    first, second = by_round(a.samples_s, a.rounds), by_round(b.samples_s, b.rounds)
+    logs = [second[number] - first[number] for number in first.keys() & second.keys()]
     return math.exp(trimmed_mean(logs)) if logs else None
 
 

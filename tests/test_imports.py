@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "autoshard"
 
 LAYERS = (
-    {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat", "trimmed"}
+    {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat", "rounds"}
     | {
         "arithmetic",
         "catalogue",

@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import scipy.special  # type: ignore[import-untyped]
 
 from autoshard.errors import WorkerError
+from autoshard.rounds import TRIM, by_round, trimmed_mean
 from autoshard.trial import Failure, Kind, Stage
-from autoshard.trimmed import TRIM, trimmed_mean
 
 Run = Callable[[str, int], Sequence[float] | Failure]
 """(name, steps) -> wall time of each step in seconds."""
@@ -135,10 +135,7 @@ class _Lane:
 
     def by_round(self) -> dict[int, float]:
         """The logarithm of the median sample of each round."""
-        grouped: dict[int, list[float]] = {}
-        for sample, round_ in zip(self.samples_s, self.rounds, strict=True):
-            grouped.setdefault(round_, []).append(sample)
-        return {r: math.log(max(statistics.median(s), 1e-12)) for r, s in grouped.items()}
+        return by_round(self.samples_s, self.rounds)
 
     def frozen(self) -> Runner:
         return Runner(

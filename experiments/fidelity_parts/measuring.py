@@ -12,13 +12,14 @@ from autoshard.budget import Budget, Callback
 from autoshard.driver.ledger import Ledger
 from autoshard.module import Module
 from autoshard.plan_file import read_plan
+from autoshard.rounds import by_round
 from autoshard.rungs.race import Runner
 from autoshard.trial import Stage
 from experiments import pairs
 from experiments.fidelity_parts import opening, timing
 from experiments.fidelity_parts.opening import Opened, Opening, Settings
 from experiments.fidelity_parts.program_json import samples_to_json
-from experiments.fidelity_parts.ranks import by_round, times
+from experiments.fidelity_parts.ranks import times
 from experiments.fidelity_parts.regret import rivals_of
 from experiments.fidelity_parts.store import (
     Case,

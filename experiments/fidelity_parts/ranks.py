@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.trimmed import trimmed_mean
+from autoshard.rounds import trimmed_mean
 from experiments.agreement import kendall, tau
 
 Rounds = Mapping[int, float]
@@ -26,14 +26,6 @@ LEAST_CEILING = 0.7
 """Below it the rounds say too little of the order: there is no share of such a ceiling."""
 
 _SPLITS = 100
-
-
-def by_round(samples_s: Sequence[float], rounds: Sequence[int]) -> dict[int, float]:
-    """The samples of one program as `Rounds`."""
-    grouped: dict[int, list[float]] = {}
-    for sample, number in zip(samples_s, rounds, strict=True):
-        grouped.setdefault(number, []).append(sample)
-    return {number: math.log(statistics.median(s)) for number, s in grouped.items()}
 
 
 def times(tables: Mapping[str, Rounds], among: Sequence[int] | None = None) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.cost import Correction
+from autoshard.rounds import by_round
 from experiments import pairs
 from experiments.fidelity_parts import leave_out, ranks, regret
 from experiments.fidelity_parts.goals import judged
@@ -202,7 +203,7 @@ def enough(sample: Mapping[str, Any]) -> bool:
 def tables_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     """The rounds of every program that was measured."""
     return {
-        p["name"]: ranks.by_round(p["samples_s"], p["rounds"])
+        p["name"]: by_round(p["samples_s"], p["rounds"])
         for p in found["programs"]
         if p["failure"] is None
     }
