@@ -27,14 +27,14 @@ from autoshard.network import Network, collective_s
 from autoshard.rows import MANY
 from autoshard.trial import Collective
 
-MODEL_REVISION = 55
+MODEL_REVISION = 56
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `arithmetic`, `precision`, `siting`,
 `rewrite`, `specs`, `operations`, `fusion`, `library`, `kernels`, `buffers`, `trips`, `transposes`,
-`cache_lines`, `convolutions`, `halos`, `pooling`, `vectorization`, `degenerate`, `rows`, `hlo` or
-`rungs` (propagate, sending, gathers, halos, own_sends), to what `compat` reads of a module or tells
-the partitioner, or to which constraints `constraints.told` keeps.
+`cache_lines`, `convolutions`, `halos`, `shifts`, `pooling`, `vectorization`, `degenerate`, `rows`,
+`hlo` or `rungs` (propagate, sending, gathers, halos, shifting, own_sends), to what `compat` reads
+of a module or tells the partitioner, or to which constraints `constraints.told` keeps.
 """
 
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")

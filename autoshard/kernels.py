@@ -17,7 +17,7 @@ from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
 from autoshard.compat.convolution import Convolution
 from autoshard.fusion import Fusion, Transposed
-from autoshard.operations import BORDERS, HEAVY, JOINS, UPDATE, Operations, OwnSend
+from autoshard.operations import BORDERS, HEAVY, JOINS, UPDATE, Operations, OwnSend, Shift
 from autoshard.pooling import POOLED, places_kept
 
 _NO_KERNELS = BORDERS | {"", "stablehlo.case"}
@@ -132,6 +132,7 @@ class KernelTable:
       transposed_turns: (t,) from which order of them to which it is brought.
       rowed_products: matrix products, each a kernel.
       convolutions: each a kernel.
+      shifts: slices and pads that move places and are needed, each once.
       summed_products: what XLA:CPU hands to a library as sums of products (`degenerate`).
       buffer: (n,) the value whose buffer a value lies in; its own number where it has its own.
       live_from, live_to: (n,) positions between which a buffer is needed; -1, -1 for none. Those of
@@ -174,6 +175,7 @@ class KernelTable:
     transposed_turns: tuple[Turn, ...]
     rowed_products: tuple[RowedProduct, ...]
     convolutions: tuple[ConvolvedKernel, ...]
+    shifts: tuple[Shift, ...]
     summed_products: tuple[SummedProduct, ...]
     buffer: np.ndarray
     live_from: np.ndarray
@@ -332,6 +334,7 @@ def _table(ops: Operations, state_count: int, parts: int) -> KernelTable:
         transposed_turns=tuple(t.turn for t in transposed),
         rowed_products=_rowed_products(ops, kernel_value),
         convolutions=_convolutions(ops, kernel_value),
+        shifts=_shifts(ops),
         summed_products=_summed_products(ops, kernel_value, summed),
         buffer=np.array(buffer, dtype=int),
         live_from=live_from,
@@ -424,6 +427,16 @@ def _convolutions(ops: Operations, kernel_value: list[int]) -> tuple[ConvolvedKe
         for kernel, v in enumerate(kernel_value)
         if v in ops.convolved
     )
+
+
+def _shifts(ops: Operations) -> tuple[Shift, ...]:
+    """Those that are needed; of equal ones in one loop a compiler keeps the first."""
+    found: dict[object, Shift] = {}
+    for v, shift in ops.shifted.items():
+        if v not in ops.unused:
+            loop = innermost(ops.loops, ops.position_of[v])
+            found.setdefault((ops.unchanged(shift.data), shift.windows, loop), shift)
+    return tuple(found.values())
 
 
 def _summed_products(

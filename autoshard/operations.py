@@ -6,6 +6,7 @@ own manual regions send.
 """
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -22,7 +23,9 @@ from autoshard.compat import stablehlo
 from autoshard.compat.convolution import Convolution, convolution
 from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.ragged import ragged_flops
+from autoshard.convolutions import Window
 from autoshard.precision import multiplied_as
+from autoshard.shifts import moves, padded, sliced
 from autoshard.transposes import transposed_operands
 from autoshard.trips import trip_count
 
@@ -110,6 +113,24 @@ class OwnSend(NamedTuple):
     source: str
 
 
+class Shift(NamedTuple):
+    """A slice or a pad that moves places.
+
+    Attributes:
+      tag: of the operation.
+      data: the value that it moves, by number.
+      windows: one for each dimension (`shifts`).
+      origin: of that value.
+      source: `file:line` of the user's step, or "".
+    """
+
+    tag: int
+    data: int
+    windows: tuple[Window, ...]
+    origin: Origin | None
+    source: str
+
+
 class Operations:
     """Values of a module by number, in the order of the program.
 
@@ -143,6 +164,7 @@ class Operations:
       free_dims: by the value a matrix product makes, its dimensions that are of the left operand
         alone, and those that are of the right one.
       convolved: by the value a convolution makes, what is to be known of it.
+      shifted: by the value that a slice or a pad makes, what it moves, if it does.
       summed: by the value a `reduce` makes, the dimension of one array that it adds up.
       length: the last position.
       platform: that the module was lowered for.
@@ -176,6 +198,7 @@ class Operations:
         self.summed: dict[int, int] = {}
         self.free_dims: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.convolved: dict[int, Convolution] = {}
+        self.shifted: dict[int, Shift] = {}
         self.length = 0
         self.sent: list[OwnSend] = []
         self.assumptions: list[str] = []
@@ -278,6 +301,14 @@ class Operations:
                 self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
         if name == _CONVOLUTION:
             self.convolved[first] = convolution(op)
+        if any(map(moves, windows := _windows(op, self.dims[operands[0]] if operands else ()))):
+            self.shifted[first] = Shift(
+                tag=tag,
+                data=operands[0],
+                windows=windows,
+                origin=origin_of(op.operands[0]),
+                source=_where(op),
+            )
         if name == "stablehlo.dot_general":
             (batch, contracted), _ = stablehlo.product_dimensions(op)
             rank = len(stablehlo.shape_of(op.operands[0]))
@@ -468,6 +499,18 @@ class Operations:
         ):
             return 0.0
         return out
+
+
+def _windows(op: stablehlo.Operation, data: tuple[int, ...]) -> tuple[Window, ...]:
+    """Where a slice or a pad takes each dimension from; () of other operations."""
+    if op.name == "stablehlo.slice":
+        said = [stablehlo.integers(op, n) for n in ("start_indices", "limit_indices", "strides")]
+        return tuple(itertools.starmap(sliced, zip(data, *said, strict=True)))
+    if op.name == "stablehlo.pad":
+        low, high = (stablehlo.integers(op, f"edge_padding_{side}") for side in ("low", "high"))
+        between = stablehlo.integers(op, "interior_padding")
+        return tuple(itertools.starmap(padded, zip(data, low, high, between, strict=True)))
+    return ()
 
 
 def _where(op: stablehlo.Operation) -> str:

@@ -24,6 +24,7 @@ LAYERS = (
         "cache_lines",
         "convolutions",
         "halos",
+        "shifts",
         "degenerate",
         "host",
         "live_chips",

@@ -5,6 +5,7 @@ from autoshard.cost import Constants
 from autoshard.hlo.groups import groups_of_axes, partners_in_groups, partners_in_pairs
 from autoshard.layout import MeshShape
 from autoshard.operations import OwnSend
+from autoshard.rungs.sending import executions
 from autoshard.rungs.shares import Shares
 from autoshard.subaxes import ways
 from autoshard.trial import Collective
@@ -21,11 +22,7 @@ def own_collectives(analysis: Analysis, shares: Shares, constants: Constants) ->
         parts = judged.shards.get(send.tag)
         if not trips[send.tag] or not parts:
             continue
-        # Of what a loop does not change it is sent once, where a compiler does so.
-        loop = None
-        if constants.moves_invariants:
-            loop = analysis.invariants.in_front_of(send.tag, send.origin)
-        often = trips[send.tag if loop is None else loop]
+        often = executions(analysis, send.tag, send.origin, constants)
         found.append(collective_of(send, mesh, often, ways(parts[0], shares.sizes)))
     return [one for one in found if one is not None]
 

@@ -20,6 +20,7 @@ from autoshard.rungs.live_memory import copied_whole, peak_of, received
 from autoshard.rungs.own_sends import own_collectives
 from autoshard.rungs.sending import collectives_of, in_place
 from autoshard.rungs.shares import Origins
+from autoshard.rungs.shifting import shifting_collectives
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.trial import Estimate, Failure, Rung
@@ -92,6 +93,7 @@ class Propagator:
             *collectives_of(communication, trips, sizes, cost.constants),
             *own_collectives(analysis, shares, cost.constants),
             *exchanged(halos, kernels, sizes),
+            *shifting_collectives(analysis, shares, cost.constants),
         ]
         beside = received(kernels, communication, halos, cost.constants) + copied_whole(shares)
         block = peak_of(kernels, shares.local, beside)

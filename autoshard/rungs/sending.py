@@ -7,7 +7,8 @@ CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compile
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from autoshard.compat.invariants import Invariants
+from autoshard.analysis import Analysis
+from autoshard.compat.invariants import Invariants, Origin
 from autoshard.compat.judged import Communication, Sum
 from autoshard.compat.stablehlo import source_of
 from autoshard.cost import Constants
@@ -78,6 +79,18 @@ def sent_in_step(
       sizes: of the mesh axes.
     """
     return [(one, each) for one in communication for each in _sent(one, sizes, constants)]
+
+
+def executions(analysis: Analysis, tag: int, origin: Origin | None, constants: Constants) -> float:
+    """How often an operation sends in a step: of what a loop does not change once, if moved out.
+
+    Args:
+      origin: of what it sends.
+    """
+    loop = None
+    if constants.moves_invariants:
+        loop = analysis.invariants.in_front_of(tag, origin)
+    return analysis.kernels.trips[tag if loop is None else loop]
 
 
 def folded(one: Communication, constants: Constants) -> bool:
