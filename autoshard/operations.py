@@ -1,8 +1,8 @@
 """The operations of a flattened module as numbered values: sizes, uses, loops, trips, arithmetic.
 
 Read once, before any layout. What fuses is decided in `fusion`, what shares a buffer in `buffers`;
-here only which branch runs (the largest), which constants a loop makes itself, and what the user's
-own manual regions send.
+here only which branch runs (the largest), which constants a loop makes itself, where slices and
+pads take their elements from, and what the user's own manual regions send.
 """
 
 import functools
