@@ -35,6 +35,26 @@ class Reach(NamedTuple):
         return (self.before + self.part + self.behind) / self.part
 
 
+def places(window: Window, ways: int) -> tuple[tuple[int, int], ...]:
+    """Places of the data that each device's part of the result needs: the first, behind the last.
+
+    They may lie before the data or behind them.
+
+    Args:
+      ways: devices that the result is divided among, in order.
+    """
+    made = -(-window.out // ways)
+
+    def first(device: int) -> int:  # that the first window begins at
+        return -(-(device * made * window.stride - window.low) // window.spread)
+
+    def end(device: int) -> int:  # behind the last one of the last window
+        last = ((device + 1) * made - 1) * window.stride - window.low
+        return (last + (window.kernel - 1) * window.step) // window.spread + 1
+
+    return tuple((first(device), end(device)) for device in range(ways))
+
+
 def reach(window: Window, ways: int) -> Reach:
     """Of data and results that are divided alike.
 
@@ -42,15 +62,8 @@ def reach(window: Window, ways: int) -> Reach:
       ways: among so many devices.
     """
     part, made = -(-window.data // ways), -(-window.out // ways)
-
-    def first(device: int) -> int:  # place of the data that the first window begins at
-        return -(-(device * made * window.stride - window.low) // window.spread)
-
-    def end(device: int) -> int:  # behind the last one of the last window
-        last = ((device + 1) * made - 1) * window.stride - window.low
-        return (last + (window.kernel - 1) * window.step) // window.spread + 1
-
-    before, behind = _needed(first, end, part, ways)
+    needed = places(window, ways)
+    before, behind = _needed(lambda i: needed[i][0], lambda i: needed[i][1], part, ways)
     whole = Window(
         data=before + part + behind,
         kernel=window.kernel,

@@ -6,7 +6,6 @@ pads take their elements from, and what the user's own manual regions send.
 """
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -23,9 +22,10 @@ from autoshard.compat import stablehlo
 from autoshard.compat.convolution import Convolution, convolution
 from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.ragged import ragged_flops
+from autoshard.compat.slices import windows as windows_of
 from autoshard.convolutions import Window
 from autoshard.precision import multiplied_as
-from autoshard.shifts import moves, padded, sliced
+from autoshard.shifts import moves
 from autoshard.transposes import transposed_operands
 from autoshard.trips import trip_count
 
@@ -301,7 +301,7 @@ class Operations:
                 self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
         if name == _CONVOLUTION:
             self.convolved[first] = convolution(op)
-        if any(map(moves, windows := _windows(op, self.dims[operands[0]] if operands else ()))):
+        if any(map(moves, windows := windows_of(op))):
             self.shifted[first] = Shift(
                 tag=tag,
                 data=operands[0],
@@ -499,18 +499,6 @@ class Operations:
         ):
             return 0.0
         return out
-
-
-def _windows(op: stablehlo.Operation, data: tuple[int, ...]) -> tuple[Window, ...]:
-    """Where a slice or a pad takes each dimension from; () of other operations."""
-    if op.name == "stablehlo.slice":
-        said = [stablehlo.integers(op, n) for n in ("start_indices", "limit_indices", "strides")]
-        return tuple(itertools.starmap(sliced, zip(data, *said, strict=True)))
-    if op.name == "stablehlo.pad":
-        low, high = (stablehlo.integers(op, f"edge_padding_{side}") for side in ("low", "high"))
-        between = stablehlo.integers(op, "interior_padding")
-        return tuple(itertools.starmap(padded, zip(data, low, high, between, strict=True)))
-    return ()
 
 
 def _where(op: stablehlo.Operation) -> str:

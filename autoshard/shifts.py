@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoshard.convolutions import Window
+from autoshard.halos import places
 
 
 class Needed(NamedTuple):
@@ -56,31 +57,12 @@ def pieces(window: Window, ways: int) -> tuple[int, ...] | None:
       window: of one place.
       ways: devices that operand and result are divided among.
     """
-    needed = _needed(window, ways)
+    needed = Needed(-(-window.data // ways), window.data, places(window, ways))
     widest = max(end - first for first, end in needed.places)
     before, behind = _beyond(needed)
     if max(*before, *behind) > 2 * widest:
         return None if 2 * widest >= ways * needed.part else _apart(needed)
     return _chained(needed.part, before, behind)
-
-
-def _needed(window: Window, ways: int) -> Needed:
-    made = -(-window.out // ways)
-
-    def place(position: int) -> int:  # of the result, spread and moved
-        return position * window.stride - window.low
-
-    return Needed(
-        part=-(-window.data // ways),
-        extent=window.data,
-        places=tuple(
-            (
-                -(-place(device * made) // window.spread),
-                place((device + 1) * made - 1) // window.spread + 1,
-            )
-            for device in range(ways)
-        ),
-    )
 
 
 def _beyond(needed: Needed) -> tuple[list[int], list[int]]:

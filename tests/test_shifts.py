@@ -16,6 +16,7 @@ from tests.programs import shaped
 
 ROWS = 4
 Taken = tuple[int, int, int]
+Made = tuple[Window, Callable[[jax.Array], jax.Array]]
 
 
 def test_slices_and_pads_are_windows_of_one_place() -> None:
@@ -33,14 +34,14 @@ def test_what_stays_where_it_is_does_not_move() -> None:
     assert moves(padded(64, 0, 64, 0))
 
 
-def a_slice(extent: int, taken: Taken) -> tuple[Window, Callable[[jax.Array], jax.Array]]:
+def a_slice(extent: int, taken: Taken) -> Made:
     start, limit, stride = taken
     return sliced(extent, *taken), lambda x: jax.lax.slice(
         x, (0, start), (ROWS, limit), (1, stride)
     )
 
 
-def a_pad(extent: int, taken: Taken) -> tuple[Window, Callable[[jax.Array], jax.Array]]:
+def a_pad(extent: int, taken: Taken) -> Made:
     return padded(extent, *taken), lambda x: jax.lax.pad(x, 0.0, ((0, 0, 0), taken))
 
 
@@ -61,37 +62,28 @@ def said(window: Window, devices: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("devices", "extent", "taken", "found"),
+    ("make", "devices", "extent", "taken", "found"),
     [
-        (8, 192, (0, 64, 1), (16, 16, 8)),  # a gate of three: each source has three targets
-        (8, 64, (0, 8, 1), (1, 1, 1, 1, 1, 1, 1)),  # all from the first device
-        (8, 64, (0, 64, 2), ()),  # every second place, of its own
-        (2, 64, (32, 64, 1), (16,)),  # what the neighbour has
-        (4, 8, (2, 6, 1), (1, 1)),  # from both sides
+        (a_slice, 8, 192, (0, 64, 1), (16, 16, 8)),  # a gate of three: a source has three targets
+        (a_slice, 8, 64, (0, 8, 1), (1, 1, 1, 1, 1, 1, 1)),  # all from the first device
+        (a_slice, 8, 64, (0, 64, 2), ()),  # every second place, of its own
+        (a_slice, 2, 64, (32, 64, 1), (16,)),  # what the neighbour has
+        (a_slice, 4, 8, (2, 6, 1), (1, 1)),  # from both sides
+        (a_pad, 8, 64, (0, 128, 0), (8, 8, 8)),  # the gradient of a gate
+        (a_pad, 8, 64, (64, 64, 0), (8, 8)),
+        (a_pad, 4, 8, (1, 3, 0), (2,)),  # the neighbours' alone
+        (a_pad, 8, 56, (138, 0, 2), (6, 7, 4)),  # spread, and far away
+        (a_pad, 4, 4, (0, 12, 0), None),  # all of it goes to the first device
     ],
 )
-def test_slices_are_sent_so(
-    devices: int, extent: int, taken: Taken, found: tuple[int, ...] | None
+def test_they_are_sent_so(
+    make: Callable[[int, Taken], Made],
+    devices: int,
+    extent: int,
+    taken: Taken,
+    found: tuple[int, ...] | None,
 ) -> None:
-    window, function = a_slice(extent, taken)
-    assert pieces(window, devices) == found
-    assert said(window, devices) == sent(function, extent, devices)
-
-
-@pytest.mark.parametrize(
-    ("devices", "extent", "taken", "found"),
-    [
-        (8, 64, (0, 128, 0), (8, 8, 8)),  # the gradient of a gate
-        (8, 64, (64, 64, 0), (8, 8)),
-        (4, 8, (1, 3, 0), (2,)),  # the neighbours' alone
-        (8, 56, (138, 0, 2), (6, 7, 4)),  # spread, and far away
-        (4, 4, (0, 12, 0), None),  # all of it goes to the first device
-    ],
-)
-def test_pads_are_sent_so(
-    devices: int, extent: int, taken: Taken, found: tuple[int, ...] | None
-) -> None:
-    window, function = a_pad(extent, taken)
+    window, function = make(extent, taken)
     assert pieces(window, devices) == found
     assert said(window, devices) == sent(function, extent, devices)
 
