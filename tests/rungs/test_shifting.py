@@ -64,6 +64,20 @@ def test_gates_that_are_slices_of_a_divided_product(mesh: tuple[tuple[str, int],
     assert found["x",][0] >= 4 * TIME
 
 
+def test_parts_that_are_not_even_are_sent_as_long_as_the_longest() -> None:
+    def loss(params, batch):  # type: ignore[no-untyped-def]
+        made = (batch["x"] @ params["w"])[:, 1:-1]
+        padded = jnp.tanh(jnp.pad(made, ((0, 0), (3, 0))))
+        joined = jnp.concatenate([padded, padded * padded], 1)
+        return jnp.mean((joined[:, ::2] - batch["y"]) ** 2)
+
+    batch = {"x": shaped(BATCH, EMBED), "y": shaped(BATCH, 3 * HIDDEN + 1)}
+    of = analyse(train(loss, lambda: {"w": normal(0, EMBED, 3 * HIDDEN)}, batch))
+    layout = Layout(mesh=(("x", 8),), compute=((f"w[1]:{3 * HIDDEN}", ("x",)),))
+    found = shifted(judged(of, layout, CPU))
+    assert found == shifted(compiled(of, layout)) != {}
+
+
 def test_what_a_loop_does_not_change_is_moved_once() -> None:
     def loss(params, batch):  # type: ignore[no-untyped-def]
         given = jax.lax.stop_gradient(batch["x"] @ params["w"])  # JAX moves what it differentiates
