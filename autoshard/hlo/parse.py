@@ -16,6 +16,7 @@ _LINE = re.compile(
 )
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'|[{}()]|, ([\w.\-]+)=')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _NAME = re.compile(r"%([\w.\-]+)")
 _LEAF = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -87,21 +88,28 @@ def parse(text: str) -> HloModule:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers; a constant printed over several lines comes as one."""
-    start, held = 0, ""
+    """Lines with their numbers; an instruction printed over several lines comes as one.
+
+    Constants are printed so, and kernels whose `kernel_metadata` holds JSON.
+    """
+    start, held, depth = 0, "", 0
     for number, line in enumerate(text.splitlines(), 1):
-        if not line:
-            continue
         if held:
             held += "\n" + line
-        elif line[0] == " " and " constant({" in line and line.count("{") > line.count("}"):
-            start, held = number, line
-        else:
+            depth += _opened(line)
+        elif line and line[0] == " " and line.count("{") != line.count("}"):
+            start, held, depth = number, line, _opened(line)
+        elif line:
             yield number, line
-            continue
-        if held.count("{") <= held.count("}"):
+        if held and depth <= 0:
             yield start, held
             held = ""
+
+
+def _opened(line: str) -> int:
+    """How many braces a line opens beyond those it closes, quoted ones not counted."""
+    bare = _QUOTED.sub("", line)
+    return bare.count("{") - bare.count("}")
 
 
 def _instruction(line: str, number: int) -> Instruction:

@@ -213,6 +213,26 @@ def test_a_pallas_kernel_for_tpu_costs_what_it_declares_or_what_its_body_says():
     assert "without a declared cost" in said
 
 
+@pytest.mark.parametrize("kernel", ["splash", "flash"])
+def test_tpu_attention_kernels_are_read_forward_and_backward(kernel):
+    (name,) = named(kernel, "v5e")
+    found = count(module(name), AXES)
+    # 2 products forward, 3 for the queries, 4 for the keys and values; masked blocks included.
+    products = 9 * 2 * (2 * 4) * 1024 * 1024 * 128
+    assert products <= found.matmul_flops < 1.01 * products
+    assert found.unmodelled == ()
+
+
+def test_attributes_over_several_lines_belong_to_their_instruction():
+    (name,) = named("splash", "v5e")
+    entry = module(name).find(module(name).entry)
+    kernels = [i for i in entry.instructions if i.custom_call_target == "tpu_custom_call"]
+    assert len(kernels) == 3
+    for kernel in kernels:
+        assert "block_kv" in kernel.attribute("frontend_attributes")
+        assert kernel.op_name.endswith("pallas_call")  # what follows the lines is read too
+
+
 @pytest.mark.parametrize("body", ["", "TUzv", "not base64!"])
 def test_a_body_that_cannot_be_read_leaves_its_kernel_unknown(body):
     (name,) = named("kernels", "v5e")

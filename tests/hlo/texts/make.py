@@ -246,6 +246,33 @@ def kernels(named):
     return jax.jit(step, in_shardings=ins), (array(16384, 2048), array(2048, 2048))
 
 
+def splash(named):
+    """The gradient of JAX's splash attention, 2 sequences of 4 heads on a device."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    causal = masks.MultiHeadMask([masks.CausalMask((1024, 1024))] * 4)
+    return attended(named, jax.vmap(splash.make_splash_mha_single_device(causal)))
+
+
+def flash(named):
+    """The gradient of JAX's flash attention, of the same sizes."""
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+    return attended(named, functools.partial(flash_attention, causal=True))
+
+
+def attended(named, attend):
+    """The gradient of a kernel that is divided along batch and heads by hand."""
+    spec = P("data", "model")
+    run = jax.shard_map(
+        attend, mesh=named().mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
+    )
+    grads = jax.grad(lambda q, k, v: square(run(q, k, v)), argnums=(0, 1, 2))
+    x = array(8, 16, 1024, 128)
+    return jax.jit(grads, in_shardings=(NamedSharding(named().mesh, spec),) * 3), (x, x, x)
+
+
 def pointwise(named):
     """A Pallas kernel through Triton, whose declared cost JAX drops."""
     from jax.experimental import pallas as pl
