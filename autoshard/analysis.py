@@ -1,4 +1,4 @@
-"""Analysis: one program prepared for judging layouts: sites, base module, logical axes, kernels."""
+"""Analysis: one program prepared for judging layouts: sites, base module, logical axes."""
 
 import dataclasses
 
@@ -7,21 +7,19 @@ import jax
 from autoshard.axes import Axes, find_axes
 from autoshard.compat import flattening, jaxprs, stablehlo
 from autoshard.compat.contexts import without_mesh
-from autoshard.compat.invariants import Invariants, read_invariants
-from autoshard.kernels import KernelTable, read_kernels
 from autoshard.program import Program, digest
 from autoshard.rewrite import constrained
 from autoshard.sites import SiteMap, site_of_location
 from autoshard.siting import find_sites
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Analysis:
     """Everything about a program that no layout changes.
 
     Attributes:
       module: the flattened module with every site open, its operations tagged.
-      invariants: what its loops do not change.
+      platform: that the module was lowered for.
       site_of_tag: which site a tagged constraint operation is.
       digest: of the module without locations and sites: two programs with one digest are the
         same, wherever this version of autoshard puts sites.
@@ -31,21 +29,16 @@ class Analysis:
     program: Program
     sites: SiteMap
     axes: Axes
-    kernels: KernelTable
     module: stablehlo.Operation
-    invariants: Invariants
+    platform: str
     site_of_tag: dict[int, int]
     digest: str
     as_written: bool = False
 
 
 @without_mesh()
-def analyse(program: Program, platform: str, parts: int = 1) -> Analysis:
-    """Lowers a program once with every site open and reads what the partitioner knows of it.
-
-    Args:
-      parts: see `read_kernels`; of how many devices arrays are divided over.
-    """
+def analyse(program: Program, platform: str) -> Analysis:
+    """Lowers a program once with every site open and reads what the partitioner knows of it."""
     returned = len(program.state) if program.returns_state else 0
     sites = find_sites(program.step, len(program.state), returned)
     opened = constrained(
@@ -63,9 +56,8 @@ def analyse(program: Program, platform: str, parts: int = 1) -> Analysis:
         program=program,
         sites=sites,
         axes=find_axes(program, module, sites.sites),
-        kernels=read_kernels(module, returned, site_of_tag, platform, parts),
         module=module,
-        invariants=read_invariants(module),
+        platform=platform,
         site_of_tag=site_of_tag,
         digest="step:" + digest(stablehlo.text_without(module, site_of_tag))[:24],
     )

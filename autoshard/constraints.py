@@ -17,6 +17,7 @@ from autoshard.compat.judged import Communication, Judged
 from autoshard.compat.partitioner import REFUSALS
 from autoshard.layout import Wording
 from autoshard.partitioned import partitioned
+from autoshard.rungs.propagate.operations import operations_of
 from autoshard.sites import Place
 from autoshard.specs import Specs
 
@@ -116,7 +117,7 @@ class _Asked:
 
         A collective may stand next to another operation, if it is as large and runs as often.
         """
-        trips = self._analysis.kernels.trips
+        trips = operations_of(self._analysis).trips
         one = self._whole
         try:
             other = partitioned(self._analysis, self.only(kept), self._attributes)

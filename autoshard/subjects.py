@@ -227,7 +227,7 @@ def make_subject(
       fixed_leaves, fixed_axes: (path, spec) and (logical axis, mesh axes) pairs on top of `fix`, as
         a plan file records them.
     """
-    analysis = analyse(program, target.lowering_platform, target.device_count)
+    analysis = analyse(program, target.lowering_platform)
     pinned, leaves = read_fix(fix, program, analysis.axes)
     single = {name for name, n in (*target.given, *(program.pinned_mesh or ())) if n == 1}
     pinned, leaves, unused = _without(single, pinned, leaves)

@@ -5,7 +5,6 @@ what the constraints imply.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence, Set
 
 import jax
@@ -14,8 +13,6 @@ from jax.sharding import NamedSharding
 from autoshard.analysis import Analysis
 from autoshard.compat import flattening, jaxprs, partitioner, shardings, stablehlo
 from autoshard.compat.contexts import without_mesh
-from autoshard.compat.invariants import read_invariants
-from autoshard.kernels import read_kernels
 from autoshard.layout import MeshShape, Spec
 from autoshard.program import Leaf, Program, digest
 from autoshard.specs import Specs
@@ -61,8 +58,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
         base,
         module=module,
         axes=dataclasses.replace(base.axes, sites={}),
-        kernels=read_kernels(module, count, {}, platform, math.prod(size for _, size in mesh)),
-        invariants=read_invariants(module),
+        platform=platform,
         site_of_tag={},
         # Its constraints are part of the program here, and so is what they imply for its inputs.
         digest="step:" + digest(f"{text}\n{inputs}")[:24],

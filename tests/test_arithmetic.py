@@ -10,17 +10,17 @@ import pytest
 
 from autoshard import hlo
 from autoshard import target as target_module
-from autoshard.kernels import KernelTable
 from autoshard.program import trace
+from autoshard.rungs.propagate import Propagator
 from autoshard.subjects import make_subject
 from autoshard.target import find_target
 from autoshard.workload import Workload
-from tests.analysed import kernels_of
+from tests.analysed import propagator_of
 from tests.programs import shaped
 
 
-def by_rung_1(kernels: KernelTable) -> float:
-    return float(np.dot(kernels.kernel_flops, kernels.kernel_trips))
+def by_rung_1(rung: Propagator) -> float:
+    return float(np.dot(rung.kernels.flops, rung.kernels.trips))
 
 
 def by_rung_2(function: Callable[..., Any], *shapes: tuple[int, ...]) -> float:
@@ -45,7 +45,7 @@ def complex_product(x: jax.Array, y: jax.Array) -> jax.Array:
 def test_an_algorithm_counts_the_same_for_both_rungs(
     function: Callable[..., Any], shapes: list[tuple[int, ...]], expected: float
 ) -> None:
-    assert by_rung_1(kernels_of(function, *shapes)) == pytest.approx(expected, rel=0.2)
+    assert by_rung_1(propagator_of(function, *shapes)) == pytest.approx(expected, rel=0.2)
     assert by_rung_2(function, *shapes) == pytest.approx(expected, rel=0.2)
 
 
@@ -58,7 +58,7 @@ def test_the_gradient_of_a_pooling_looks_at_every_window() -> None:
         return jax.grad(lambda x: jnp.sum(pooled(x)))(x)
 
     windows = 2 * 15 * 15 * 3
-    found = by_rung_1(kernels_of(gradient, (2, 32, 32, 3)))
+    found = by_rung_1(propagator_of(gradient, (2, 32, 32, 3)))
     assert 1.0 <= found / (16 * windows) < 1.5
 
 
@@ -80,7 +80,7 @@ def test_factors_and_solutions_where_the_compiler_is_told_of_them(
         batch=shaped(4, 64, 64),
     )
     one = make_subject(trace(workload, (), False), find_target("v5e:2x4"), "free", None)
-    assert by_rung_1(one.analysis.kernels) == pytest.approx(expected, rel=0.2)
+    assert by_rung_1(Propagator(one.analysis)) == pytest.approx(expected, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["cosh", "sinh", "acosh", "asinh", "acos", "asin", "atanh"])

@@ -10,6 +10,7 @@ from autoshard import constraints
 from autoshard.constraints import told
 from autoshard.layout import Wording
 from autoshard.partitioned import partitioned
+from autoshard.rungs.propagate.operations import operations_of
 from autoshard.strategy import baselines
 from tests.analysed import baseline, subject
 
@@ -26,7 +27,7 @@ WORKLOADS = (
 def footprint(of, specs):
     """What every operation and end is divided by; what is sent, by kind, bytes and trips."""
     judged = partitioned(of.analysis, specs)
-    trips = of.analysis.kernels.trips
+    trips = operations_of(of.analysis).trips
     sent = Counter((c[0], c[1], c[2], c[3], trips.get(c[4], 1.0)) for c in judged.communication)
     return judged.shards, judged.contracted, judged.argument_dims, judged.result_dims, sent
 

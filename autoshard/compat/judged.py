@@ -2,14 +2,12 @@
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
 
-from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.reshards import Division, division
 from autoshard.compat.shardings import parse_sharding
 from autoshard.compat.stablehlo import (
@@ -22,7 +20,6 @@ from autoshard.compat.stablehlo import (
     Value,
     bytes_of,
     shape_and_bits,
-    shape_of,
 )
 from autoshard.subaxes import distinct, ways
 
@@ -62,12 +59,8 @@ class Communication(NamedTuple):
       block: a tag of the block it stands in.
       tag: of the operation before it.
       sum: of an all-reduce; None of others.
-      extents: of what is sent, on one device before.
       gathered: the mesh axes gathered along each dimension; () of others than gathers.
-      to_product: of a gather, whether a matrix product or a convolution takes the result as it is.
       location: of the operation.
-      origin: of the value that is sent; None where nothing tells it.
-      moved: block and tag are those of a loop in front of which it is sent.
     """
 
     kind: str
@@ -77,12 +70,8 @@ class Communication(NamedTuple):
     block: int
     tag: int
     sum: Sum | None
-    extents: tuple[int, ...]
     gathered: tuple[tuple[str, ...], ...]
-    to_product: bool
     location: str
-    origin: Origin | None
-    moved: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -309,11 +298,8 @@ class _Reader:
                 block=block,
                 tag=tag,
                 sum=sum,
-                extents=_local(op.operands[0], self._sizes),
                 gathered=gathered,
-                to_product=bool(gathered) and _goes_into_product(op.results[0]),
                 location=str(op.location),
-                origin=origin_of(op.operands[0]),
             )
         )
 
@@ -393,17 +379,6 @@ def _within(divided: Division, axes: tuple[str, ...]) -> tuple[tuple[str, ...], 
     """Those of the mesh axes that divide each dimension, where there are any."""
     found = (tuple(axis for axis in dim if axis in axes) for dim in divided)
     return tuple(dim for dim in found if dim)
-
-
-def _local(value: Value, sizes: dict[str, int]) -> tuple[int, ...]:
-    """The extents of a value on one device."""
-    dims = zip(shape_of(value), division(value), strict=True)
-    return tuple(math.ceil(n / ways(axes, sizes)) for n, axes in dims)
-
-
-def _goes_into_product(value: Value) -> bool:
-    """Whether a matrix product or a convolution takes a value as it is."""
-    return any(use.owner.name in PRODUCTS for use in value.uses)
 
 
 def _by_dimension(attribute: Attribute) -> list[tuple[str, ...]]:

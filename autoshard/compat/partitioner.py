@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence, Set
 
 from jaxlib.mlir import ir
 
-from autoshard.compat.divided_convolutions import CONVOLUTION, bring_as_xla
 from autoshard.compat.factor_rules import bind_rules, is_given
 from autoshard.compat.judged import Judged, read
 from autoshard.compat.lookups import LOOKUPS, keep_tables
@@ -45,8 +44,6 @@ def propagate(
     if names & LOOKUPS:
         keep_tables(operations, sizes, attributes)
     divide_as_xla(operations, sizes, attributes)
-    if CONVOLUTION in names:
-        bring_as_xla(operations, sizes, attributes)
     if any(is_given(name) for name in names):
         bind_rules(operations, attributes)
     run_passes(module, _RESHARD)

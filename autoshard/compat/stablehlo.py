@@ -228,19 +228,6 @@ def sorted_dimension(sort: Operation) -> int:
     return int(ir.IntegerAttr(sort.attributes["dimension"]).value)
 
 
-def permutation(transpose: Operation) -> list[int]:
-    """Which dimension of its operand each dimension of a transpose is."""
-    return integers(transpose, "permutation")
-
-
-def summed_dimension(reduce: Operation) -> int:
-    """The dimension that a `reduce` of one array adds up; -1 for several, or for anything else."""
-    dimensions = integers(reduce, "dimensions")
-    names = [op.operation.name for op in reduce.regions[0].blocks[0].operations]
-    adds = names == ["stablehlo.add", "stablehlo.return"] and len(reduce.operands) == 2
-    return dimensions[0] if adds and len(dimensions) == 1 else -1
-
-
 def source_of(location: str) -> str:
     """`file.py:line` of the user's step that an operation's location names; "" if it names none.
 

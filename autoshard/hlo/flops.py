@@ -16,8 +16,8 @@ from autoshard.arithmetic import (
     sort_flops,
     triangular_solve_flops,
 )
-from autoshard.convolutions import Window, patch_elements, taps
 from autoshard.hlo.records import Computation, HloError, Instruction, Shape
+from autoshard.windows import Window, taps
 
 _PRECISIONS = re.compile(r'"operand_precision":\s*\[([^\]]*)\]')
 _ALGORITHM = re.compile(r'"algorithm":\s*"(ALG_DOT_\w+)"')
@@ -163,9 +163,9 @@ def _windows(
                 kernel=rhs.dims[labels[2].index(d)],
                 out=out.dims[labels[3].index(d)],
                 stride=window["stride"][at][0] if "stride" in window else 1,
-                low=window["pad"][at][0] if "pad" in window else 0,
-                spread=window["lhs_dilate"][at][0] if "lhs_dilate" in window else 1,
-                step=window["rhs_dilate"][at][0] if "rhs_dilate" in window else 1,
+                pad_low=window["pad"][at][0] if "pad" in window else 0,
+                lhs_dilation=window["lhs_dilate"][at][0] if "lhs_dilate" in window else 1,
+                rhs_dilation=window["rhs_dilate"][at][0] if "rhs_dilate" in window else 1,
             )
         )
     return found, labels

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.compat import stablehlo
-from tests.analysed import kernels_of
+from tests.analysed import propagator_of
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_constants_of_every_type_are_read(value, text):
 
 def test_a_step_with_complex_constants_is_analysed():
     """In MLIR's Python they have no type, and reading one raised TypeError."""
-    kernels = kernels_of(lambda x: jnp.fft.irfft(jnp.fft.rfft(x) * (2 + 1j)), (8, 16))
-    assert np.sum(kernels.kernel_flops) > 0
+    rung = propagator_of(lambda x: jnp.fft.irfft(jnp.fft.rfft(x) * (2 + 1j)), (8, 16))
+    assert np.sum(rung.kernels.flops) > 0

@@ -1,6 +1,7 @@
 """Which values share a buffer: loops by hand, as XLA assigns them."""
 
-from autoshard.buffers import Loop, Values, assign
+from autoshard.rungs.propagate.memory import Values, assign
+from autoshard.rungs.propagate.operations import Loop
 
 
 def values(count: int, touches: dict[int, list[int]], **given: object) -> Values:
@@ -22,7 +23,6 @@ def loop(initial: int, carry: int, returned: int, end: int) -> Loop:
     return Loop(
         start=carry,
         end=end,
-        turns=1.0,
         carries=(carry,),
         initial=(initial,),
         returned=(returned,),
@@ -45,7 +45,7 @@ def test_what_a_loop_only_reads_is_never_copied() -> None:
 
 
 def test_a_value_cannot_be_given_twice() -> None:
-    one = Loop(start=1, end=5, turns=1.0, carries=(1, 2), initial=(0, 0), returned=(3, 4))
+    one = Loop(start=1, end=5, carries=(1, 2), initial=(0, 0), returned=(3, 4))
     buffer, _ = assign(values(5, {0: [1]}), [one])
     assert [buffer[v] for v in (1, 2)] == [0, 2]
 

@@ -29,8 +29,6 @@ CPU = CostModel(
         CONSTANTS,
         forms_reduce_scatter=False,
         folds_sums=False,
-        one_by_one=True,
-        moves_invariants=True,
     )
 )
 

@@ -19,14 +19,15 @@ from autoshard.cost import CostModel
 from autoshard.layout import Layout, rules
 from autoshard.lowering import lower_step
 from autoshard.program import trace
-from autoshard.rungs.own_sends import collective_of
+from autoshard.rungs.propagate.manual_sends import collective_of
+from autoshard.rungs.propagate.operations import operations_of
 from autoshard.trial import Collective, Estimate
 from autoshard.workload import Workload
 from tests.analysed import CONSTANTS, analyse, propagator, target
 from tests.programs import normal, shaped, train
 
 MESH = (("data", 2), ("model", 4))
-CPU = CostModel(dataclasses.replace(CONSTANTS, moves_invariants=True))
+CPU = CostModel(CONSTANTS)
 DEVICES = jax.devices()[:8]
 ROWS, WIDE, OUT, TURNS = 64, 128, 256, 3
 
@@ -231,7 +232,7 @@ def test_a_ragged_exchange_sends_its_rows(platform: str) -> None:
 
     batch = {"x": shaped(ROWS, WIDE), "ends": shaped(4, 4, dtype=jnp.int32)}
     program = trace(Workload(step=step, init=lambda: jnp.zeros(()), batch=batch))
-    (sent,) = analyse_for(program, platform).kernels.sent
+    (sent,) = operations_of(analyse_for(program, platform)).sent
     found = collective_of(sent, MESH, 1.0, 1)
     assert found is not None and (found.kind, found.mesh_axes) == ("all_to_all", ("model",))
     assert found.bytes == ROWS // 4 * WIDE * 4

@@ -1,4 +1,4 @@
-"""What a compiler sends for the collectives that the partitioner put.
+"""The collectives that a compiler sends for those that the partitioner put.
 
 XLA's partitioner takes apart what Shardy's says in one (seen with jaxlib 0.10.2 and 0.12.0.1 for
 CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compilers-send-them.md).
@@ -7,8 +7,6 @@ CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compile
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from autoshard.analysis import Analysis
-from autoshard.compat.invariants import Invariants, Origin
 from autoshard.compat.judged import Communication, Sum
 from autoshard.compat.stablehlo import source_of
 from autoshard.cost import Constants
@@ -26,24 +24,7 @@ class Sent(NamedTuple):
     bytes: float
 
 
-def in_place(
-    communication: Iterable[Communication], constants: Constants, invariants: Invariants
-) -> list[Communication]:
-    """The partitioner's collectives where a compiler puts them.
-
-    What a loop sends of what it does not change, XLA sends once, in front of the loop
-    (while-loop-invariant-code-motion): block and tag of such a collective are then the loop's.
-    """
-    if not constants.moves_invariants:
-        return list(communication)
-    found = []
-    for one in communication:
-        loop = invariants.in_front_of(one.block, one.origin)
-        found.append(one if loop is None else one._replace(block=loop, tag=loop, moved=True))
-    return found
-
-
-def collectives_of(
+def spmd_collectives(
     communication: Iterable[Communication],
     trips: Mapping[int, float],
     sizes: Mapping[str, int],
@@ -52,55 +33,31 @@ def collectives_of(
     """What a compiler sends for the partitioner's collectives.
 
     Args:
-      communication: `in_place`.
       trips: executions of each block in a step.
       sizes: of the mesh axes.
     """
     return [
         Collective(
-            kind=kind,
-            group_size=ways(axes, sizes),
-            mesh_axes=axes,
-            bytes=int(bytes_),
+            kind=each.kind,
+            group_size=ways(each.axes, sizes),
+            mesh_axes=each.axes,
+            bytes=int(each.bytes),
             count=int(trips.get(one.block, 1.0)),
             source=source_of(one.location),
         )
-        for one, (kind, axes, bytes_) in sent_in_step(communication, sizes, constants)
+        for one in communication
+        for each in sent_for(one, sizes, constants)
     ]
 
 
-def sent_in_step(
-    communication: Iterable[Communication], sizes: Mapping[str, int], constants: Constants
-) -> list[tuple[Communication, Sent]]:
-    """Every collective of a step, with what the partitioner put for it.
-
-    Args:
-      communication: `in_place`.
-      sizes: of the mesh axes.
-    """
-    return [(one, each) for one in communication for each in _sent(one, sizes, constants)]
-
-
-def executions(analysis: Analysis, tag: int, origin: Origin | None, constants: Constants) -> float:
-    """How often an operation sends in a step: of what a loop does not change once, if moved out.
-
-    Args:
-      origin: of what it sends.
-    """
-    loop = None
-    if constants.moves_invariants:
-        loop = analysis.invariants.in_front_of(tag, origin)
-    return analysis.kernels.trips[tag if loop is None else loop]
-
-
-def folded(one: Communication, constants: Constants) -> bool:
+def is_folded(one: Communication, constants: Constants) -> bool:
     """Whether a compiler adds before it sends, so that this sum goes with an earlier one."""
     return one.sum is not None and one.sum.added and constants.folds_sums
 
 
-def _sent(one: Communication, sizes: Mapping[str, int], constants: Constants) -> list[Sent]:
+def sent_for(one: Communication, sizes: Mapping[str, int], constants: Constants) -> list[Sent]:
     """The collectives that a compiler makes of one, in order; none where it is folded."""
-    if folded(one, constants):
+    if is_folded(one, constants):
         return []
     if one.sum is not None:
         return _summed(one, one.sum, sizes, constants)

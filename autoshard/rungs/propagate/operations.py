@@ -1,14 +1,16 @@
-"""The operations of a flattened module as numbered values: sizes, uses, loops, trips, arithmetic.
+"""The operations of a flattened module as numbered values: sizes, uses, loops, arithmetic.
 
-Read once, before any layout. What fuses is decided in `fusion`, what shares a buffer in `buffers`;
-here only which branch runs (the largest), which constants a loop makes itself, where slices and
-pads take their elements from, and what the user's own manual regions send.
+Read once, before any layout. `kernels` decides what is written to memory, `memory` how long it
+stays there.
+
+Not modelled: what the compiler simplifies before it partitions.
 """
 
-import functools
 import math
+import weakref
 from typing import NamedTuple
 
+from autoshard.analysis import Analysis
 from autoshard.arithmetic import (
     cholesky_flops,
     fft_flops,
@@ -16,92 +18,80 @@ from autoshard.arithmetic import (
     sort_flops,
     triangular_solve_flops,
 )
-from autoshard.buffers import Loop
-from autoshard.cache_lines import Turn
 from autoshard.compat import stablehlo
-from autoshard.compat.convolution import Convolution, convolution
-from autoshard.compat.invariants import Origin, origin_of
 from autoshard.compat.ragged import ragged_flops
-from autoshard.compat.slices import windows as windows_of
-from autoshard.convolutions import Window
+from autoshard.compat.windows import convolution_flops, windows_of
 from autoshard.precision import multiplied_as
-from autoshard.shifts import moves
-from autoshard.transposes import transposed_operands
-from autoshard.trips import trip_count
+from autoshard.rungs.propagate.trips import trip_count
+from autoshard.windows import Windowed
 
-_CONVOLUTION = "stablehlo.convolution"
-FREE = frozenset(
-    {
-        "stablehlo.constant",
-        "sdy.constant",
-        "stablehlo.reshape",
-        "stablehlo.optimization_barrier",
-        "sdy.sharding_constraint",
-        "stablehlo.tuple",
-        "stablehlo.get_tuple_element",
-        "stablehlo.after_all",
-        "stablehlo.create_token",
-    }
-)
-HEAVY = (
-    stablehlo.SENDS
-    | frozenset(
-        "stablehlo." + n
-        for n in [
-            "dot_general",
-            "convolution",
-            "gather",
-            "scatter",
-            "sort",
-            "custom_call",
-            "rng_bit_generator",
-            "fft",
-            "cholesky",
-            "triangular_solve",
-            "reduce_window",
-            "select_and_scatter",
-            "dynamic_update_slice",
-            "dynamic_gather",
-            "while",
-            "case",
-            "if",
-            "reduce",
-            "rng",
-        ]
-    )
-    | {"chlo.top_k", stablehlo.RAGGED_DOT, stablehlo.MANUAL}
-)
-BORDERS = stablehlo.SENDS | {"stablehlo.while", stablehlo.MANUAL}
-"""What takes values as they lie in memory, and has no kernel of its own."""
-_NOT_DROPPED = BORDERS | {"", "stablehlo.custom_call", "stablehlo.case", "stablehlo.if"}
-"""Operations that may do more than make their values, or that have others within."""
-RENAMES = frozenset(
-    {
-        "sdy.sharding_constraint",
-        "stablehlo.reshape",
-        "stablehlo.optimization_barrier",
-        stablehlo.MANUAL,
-    }
-)
+
+def _names(*names: str) -> frozenset[str]:
+    return frozenset(f"stablehlo.{name}" for name in names)
+
+
 UPDATE = "stablehlo.dynamic_update_slice"
-SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
-JOINS = frozenset({"stablehlo.concatenate", "stablehlo.pad"})
-"""Operations whose elements come from one of several places."""
 BROADCAST = "stablehlo.broadcast_in_dim"
-MOVES = SLICES | JOINS | {BROADCAST, "stablehlo.reduce", "stablehlo.reverse", "stablehlo.transpose"}
-"""Operations that need other places of their operands than of what they make."""
+WHILE = "stablehlo.while"
+RENAMES = _names("reshape", "optimization_barrier") | {
+    "sdy.sharding_constraint",
+    stablehlo.MANUAL,
+}
+"""Operations whose result is their operand by another name."""
+FREE = (
+    RENAMES - {stablehlo.MANUAL}
+    | {"sdy.constant"}
+    | _names("constant", "tuple", "get_tuple_element", "after_all", "create_token")
+)
+"""Operations that take no time and write nothing."""
+BORDERS = stablehlo.SENDS | {WHILE, stablehlo.MANUAL}
+"""Operations that take values as they lie in memory and have no kernel of their own."""
+HEAVY = (
+    BORDERS
+    | {"chlo.top_k", stablehlo.RAGGED_DOT, UPDATE}
+    | _names(
+        *("dot_general", "convolution", "gather", "scatter", "sort", "custom_call", "fft"),
+        *("rng_bit_generator", "rng", "cholesky", "triangular_solve", "dynamic_gather"),
+        *("reduce", "reduce_window", "select_and_scatter", "case", "if"),
+    )
+)
+"""Operations that are kernels of their own; all others fuse."""
+SLICES = _names("slice", "dynamic_slice")
+_MOVES = (
+    SLICES
+    | {BROADCAST, UPDATE}
+    | _names("iota", "transpose", "concatenate", "pad", "gather", "convert", "reverse")
+)
+"""Operations that compute nothing."""
+_BRANCHES = _names("case", "if")
+_KEPT_UNUSED = BORDERS | _BRANCHES | {"", "stablehlo.custom_call"}
+"""Operations that may do more than make their values."""
 
 
-class OwnSend(NamedTuple):
-    """What one operation of a manual region sends.
+class Loop(NamedTuple):
+    """A `while`.
+
+    Attributes:
+      start, end: positions of the first and the last operation of its body.
+      carries, initial, returned: of each carry the value in the loop, before it, and at the end of
+        its body.
+    """
+
+    start: int
+    end: int
+    carries: tuple[int, ...]
+    initial: tuple[int, ...]
+    returned: tuple[int, ...]
+
+
+class ManualSend(NamedTuple):
+    """A collective that the user's own `shard_map` asks for.
 
     Attributes:
       kind: the operation's name without its dialect, such as "all_reduce".
       partners: as `stablehlo.partners_of` has them.
-      bytes: the larger of what goes in and what comes out, of the parts the region has; the rows
-        of a ragged exchange.
+      bytes: the larger of operands and results, of the parts that the region has.
       tag: of the operation.
-      origin: of what is sent.
       source: `file:line` of the user's step, or "".
     """
 
@@ -109,25 +99,22 @@ class OwnSend(NamedTuple):
     partners: tuple[tuple[int, ...], ...] | tuple[str, ...]
     bytes: float
     tag: int
-    origin: Origin | None
     source: str
 
 
-class Shift(NamedTuple):
-    """A slice or a pad that moves places.
+class WindowedOperation(NamedTuple):
+    """An operation that reads its operand through windows: a convolution, a pool, a slice, a pad.
 
     Attributes:
       tag: of the operation.
-      data: the value that it moves, by number.
-      windows: one for each dimension (`shifts`).
-      origin: of that value.
+      operands: the values it reads, by number.
+      dimensions: those that windows go over.
       source: `file:line` of the user's step, or "".
     """
 
     tag: int
-    data: int
-    windows: tuple[Window, ...]
-    origin: Origin | None
+    operands: tuple[int, ...]
+    dimensions: tuple[Windowed, ...]
     source: str
 
 
@@ -140,9 +127,8 @@ class Operations:
       platform: that the module was lowered for.
 
     Attributes:
-      sizes, elements: bytes and elements of each value on one device if nothing is sharded.
-      dims: the extents of each of them.
-      element_of: what each of them is made of, as MLIR writes it, such as `bf16`; "" for tokens.
+      sizes, elements: bytes and elements of each value if nothing is sharded.
+      extents: its dimensions.
       parents: for a constraint's value the value it constrains, else -1.
       op_of: the operation that makes a value, "" for arguments.
       operands: of that operation, by number.
@@ -156,28 +142,20 @@ class Operations:
       tags: tag of an operation -> (first value, number of results).
       entries: tag of a manual region -> the same of what its body is given.
       trips, positions: the same two by tag.
-      ends: tag of a loop -> position of the last operation of its body.
       site_values: (value, site index) of each sharding constraint.
       loops: every `while`.
       contracting: tags of products and convolutions with the values they take.
-      transposed: by the value an operation makes, the values it transposes (`transposes`), and how.
-      free_dims: by the value a matrix product makes, its dimensions that are of the left operand
-        alone, and those that are of the right one.
-      convolved: by the value a convolution makes, what is to be known of it.
-      shifted: by the value that a slice or a pad makes, what it moves, if it does.
-      summed: by the value a `reduce` makes, the dimension of one array that it adds up.
-      length: the last position.
-      platform: that the module was lowered for.
-      unused: values that nothing needs, which no compiler makes.
+      windowed: operations that read through windows.
       sent: what the user's own manual regions send.
+      unused: values that nothing needs, which no compiler makes.
+      length: the last position.
       assumptions: what the module did not say.
     """
 
     def __init__(self, main: stablehlo.Block, site_of_tag: dict[int, int], platform: str):
         self.sizes: list[float] = []
         self.elements: list[float] = []
-        self.dims: list[tuple[int, ...]] = []
-        self.element_of: list[str] = []
+        self.extents: list[tuple[int, ...]] = []
         self.parents: list[int] = []
         self.op_of: list[str] = []
         self.operands: list[list[int]] = []
@@ -190,34 +168,25 @@ class Operations:
         self.entries: dict[int, tuple[int, int]] = {}
         self.trips: dict[int, float] = {}
         self.positions: dict[int, int] = {}
-        self.ends: dict[int, int] = {}
         self.site_values: list[tuple[int, int]] = []
         self.loops: list[Loop] = []
         self.contracting: dict[int, tuple[int, ...]] = {}
-        self.transposed: dict[int, dict[int, Turn]] = {}
-        self.summed: dict[int, int] = {}
-        self.free_dims: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self.convolved: dict[int, Convolution] = {}
-        self.shifted: dict[int, Shift] = {}
-        self.length = 0
-        self.sent: list[OwnSend] = []
+        self.windowed: list[WindowedOperation] = []
+        self.sent: list[ManualSend] = []
         self.assumptions: list[str] = []
+        self.length = 0
         self._site_of_tag = site_of_tag
-        self.platform = platform
+        self._platform = platform
         self._number: dict[stablehlo.Value, int] = {}
         self._constants: dict[stablehlo.Value, str] = {}
-        self._literals: dict[int, str] = {}
         self.arguments = [self._new(value, "", 1.0) for value in main.arguments]
         self._block(main, 1.0)
         last = list(main.operations)[-1].operation
         self.returned = [self._number[v] for v in last.operands if v in self._number]
         self._sink_fills()
         self.unused = self._drop_unused()
-
-    @functools.cached_property
-    def tag_of(self) -> dict[int, int]:
-        """The tag of an operation, by the first value it makes."""
-        return {first: tag for tag, (first, _) in self.tags.items()}
+        self.windowed = [w for w in self.windowed if self.tags[w.tag][0] not in self.unused]
+        self._number, self._constants = {}, {}  # the module is not kept alive
 
     def source(self, v: int) -> int:
         """The value in whose buffer another lies, if it does; else -1."""
@@ -225,19 +194,26 @@ class Operations:
             return self.operands[v][0]
         return -1
 
-    def is_matrix(self, v: int) -> bool:
-        """Whether a value has two dimensions of more than one element."""
-        return sum(extent > 1 for extent in self.dims[v]) == 2
+    def unchanged(self, v: int) -> int:
+        """The value that constraints and reshapes only give another name."""
+        while self.op_of[v] in RENAMES:
+            v = self.operands[v][0]
+        return v
+
+    def is_fill(self, v: int) -> bool:
+        """Whether a value is a constant that fills an array, or counts."""
+        if self.op_of[v] in ("stablehlo.constant", "sdy.constant", "stablehlo.iota"):
+            return True
+        passes = {BROADCAST, "stablehlo.convert", *RENAMES}
+        return self.op_of[v] in passes and self.is_fill(self.operands[v][0])
 
     def _new(self, value: stablehlo.Value, op: str, trips: float, parent: int = -1) -> int:
-        dims, bits = stablehlo.shape_and_bits(str(value.type))
+        extents, bits = stablehlo.shape_and_bits(str(value.type))
         index = len(self.sizes)
         self._number[value] = index
-        count = float(math.prod(dims))
-        self.elements.append(count)
-        self.dims.append(tuple(dims))
-        self.element_of.append(stablehlo.dtype_of(value) if bits else "")
-        self.sizes.append(count * bits / 8)
+        self.elements.append(float(math.prod(extents)))
+        self.sizes.append(self.elements[-1] * bits / 8)
+        self.extents.append(extents)
         self.parents.append(parent)
         self.op_of.append(op)
         self.operands.append([])
@@ -264,20 +240,18 @@ class Operations:
                 self.uses[i].append((name, -1))
             return
         first = len(self.sizes)
-        if name == "stablehlo.constant" or name == "sdy.constant":
+        if name in ("stablehlo.constant", "sdy.constant"):
             self._constants[op.results[0]] = stablehlo.literal(op)
-            self._literals[first] = self._constants[op.results[0]]
         if name == "sdy.sharding_constraint":
-            index = self._new(op.results[0], name, trips, parent=operands[0])
-            self.operands[index] = operands[:1]
-            self.uses[operands[0]].append((name, index))
+            self._new(op.results[0], name, trips, parent=operands[0])
+            self.operands[first] = operands[:1]
+            self.uses[operands[0]].append((name, first))
             if tag in self._site_of_tag:
-                self.site_values.append((index, self._site_of_tag[tag]))
+                self.site_values.append((first, self._site_of_tag[tag]))
             self.tags[tag] = (first, 1)
             return
-        if name == "stablehlo.while":
+        if name == WHILE:
             self._loop(op, operands, trips)
-            self.ends[tag] = self.length
             self.tags[tag] = (first, len(op.results))
             return
         if name == stablehlo.MANUAL:
@@ -299,48 +273,25 @@ class Operations:
                 self.contracting[tag] = tuple(operands)
                 dtype = stablehlo.dtype_of(op.operands[0])
                 self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
-        if name == _CONVOLUTION:
-            self.convolved[first] = convolution(op)
-        if any(map(moves, windows := windows_of(op))):
-            self.shifted[first] = Shift(
-                tag=tag,
-                data=operands[0],
-                windows=windows,
-                origin=origin_of(op.operands[0]),
-                source=_where(op),
-            )
-        if name == "stablehlo.dot_general":
-            (batch, contracted), _ = stablehlo.product_dimensions(op)
-            rank = len(stablehlo.shape_of(op.operands[0]))
-            right = rank - len(contracted)
-            self.free_dims[first] = (
-                tuple(range(len(batch), right)),
-                tuple(range(right, len(self.dims[first]))),
-            )
-        if name == "stablehlo.reduce" and (dimension := stablehlo.summed_dimension(op)) >= 0:
-            self.summed[first] = dimension
-        if turns := transposed_operands(op):
-            made = name == "stablehlo.transpose"  # in parts as its result, not as its operand
-            self.transposed[first] = {first if made else operands[i]: t for i, t in turns.items()}
+        if windows := windows_of(op):
+            self.windowed.append(WindowedOperation(tag, tuple(operands), windows, _where(op)))
         for k, i in enumerate(operands):
             self.uses[i].append((name, first + k * barrier if op.results else -1))
         self.tags[tag] = (first, len(op.results))
-        if name in ("stablehlo.case", "stablehlo.if"):
-            self._branches(op, first, trips)
+        if name in _BRANCHES:
+            self._branches(op, trips)
 
     def _loop(self, op: stablehlo.Operation, operands: list[int], trips: float) -> None:
         count, known = trip_count(op, self._constants)
         if not known:
             self.assumptions.append(f"unknown trip count taken as 1 at {_where(op)}")
         condition, body = (region.blocks[0] for region in op.regions)
-        results = [self._new(r, "stablehlo.while", trips) for r in op.results]
-        for result, operand in zip(results, operands, strict=False):
+        results = [self._new(r, WHILE, trips) for r in op.results]
+        for result, operand in zip(results, operands, strict=True):
             self.operands[result] = [operand]
-            self.uses[operand].append(("stablehlo.while", result))
-        for argument, result in zip(condition.arguments, results, strict=True):
-            self._number[argument] = result
-        for argument, result in zip(body.arguments, results, strict=True):
-            self._number[argument] = result
+            self.uses[operand].append((WHILE, result))
+        for arguments in (condition.arguments, body.arguments):
+            self._number.update(zip(arguments, results, strict=True))
         start = self.length
         self._block(body, trips * count)
         returned = list(body.operations)[-1].operation.operands
@@ -348,7 +299,6 @@ class Operations:
             Loop(
                 start=start,
                 end=self.length,
-                turns=trips * count,
                 carries=tuple(results),
                 initial=tuple(operands),
                 returned=tuple(self.unchanged(self._number[v]) for v in returned),
@@ -374,12 +324,11 @@ class Operations:
     def _send(self, op: stablehlo.Operation, name: str, tag: int, ragged: bool) -> None:
         sides = [op.operands[:1]] if ragged else [op.operands, op.results]
         self.sent.append(
-            OwnSend(
+            ManualSend(
                 kind=name.removeprefix("stablehlo."),
                 partners=stablehlo.partners_of(op),
                 bytes=max(sum(map(stablehlo.bytes_of, values)) for values in sides),
                 tag=tag,
-                origin=origin_of(op.operands[0]),
                 source=_where(op),
             )
         )
@@ -395,43 +344,24 @@ class Operations:
             ):
                 if returned == carry and self.is_fill(initial):
                     self.op_of[carry], self.operands[carry] = "stablehlo.iota", []
-                    self.uses[initial].remove(("stablehlo.while", carry))
+                    self.uses[initial].remove((WHILE, carry))
                     if (passed := ("stablehlo.return", -1)) in self.uses[carry]:
                         self.uses[carry].remove(passed)  # else it is returned by another name
 
     def _drop_unused(self) -> set[int]:
-        """Takes values of which nothing comes from the uses of others; returns them."""
+        """Takes values that nothing needs out of the uses of others; returns them."""
         single = {first for first, count in self.tags.values() if count == 1}
         unused = set[int]()
         for v in reversed(range(len(self.sizes))):
-            if self.uses[v] or v not in single or self.op_of[v] in _NOT_DROPPED:
+            if self.uses[v] or v not in single or self.op_of[v] in _KEPT_UNUSED:
                 continue
             unused.add(v)
             for i in set(self.operands[v]):
                 self.uses[i] = [use for use in self.uses[i] if use[1] != v]
         return unused
 
-    def is_fill(self, v: int) -> bool:
-        """Whether a value is a constant that fills an array, or counts."""
-        if self.op_of[v] in ("stablehlo.constant", "sdy.constant", "stablehlo.iota"):
-            return True
-        passes = {BROADCAST, "stablehlo.convert", *RENAMES}
-        return self.op_of[v] in passes and self.is_fill(self.operands[v][0])
-
-    def fill(self, v: int) -> str:
-        """What a constant fills an array with, as MLIR writes it; "" where none does."""
-        passes = {BROADCAST, *RENAMES}
-        while self.op_of[v] in passes:
-            v = self.operands[v][0]
-        return self._literals.get(v, "")
-
-    def unchanged(self, v: int) -> int:
-        """The value that constraints and reshapes only give another name."""
-        while (source := self.source(v)) >= 0 and self.op_of[v] != UPDATE:
-            v = source
-        return v
-
-    def _branches(self, op: stablehlo.Operation, first: int, trips: float) -> None:
+    def _branches(self, op: stablehlo.Operation, trips: float) -> None:
+        """The branch with the most work is taken; the others run 0 times."""
         self.assumptions.append(f"the largest branch is taken at {_where(op)}")
         starts, tags = [], []
         for region in op.regions:
@@ -446,8 +376,7 @@ class Operations:
         keep = weights.index(max(weights)) if weights else 0
         for i, (a, b) in enumerate(starts):
             if i != keep:
-                for j in range(a, b):
-                    self.trip_of[j] = 0.0
+                self.trip_of[a:b] = [0.0] * (b - a)
                 self.trips.update(dict.fromkeys(tags[i], 0.0))
 
     def _weight(self, v: int) -> float:
@@ -457,48 +386,46 @@ class Operations:
 
     def _flops(self, op: stablehlo.Operation, name: str, index: int, first: int) -> float:
         out = self.elements[index]
+        if name in FREE or name in _MOVES or name in BORDERS:
+            return 0.0
         if name == "stablehlo.dot_general":
             left = stablehlo.shape_of(op.operands[0])
             (_, contracted), _ = stablehlo.product_dimensions(op)
             depth = math.prod(left[d] for d in contracted)
             return product_flops(out * depth, stablehlo.dtype_of(op.operands[0]))
         if name == stablehlo.RAGGED_DOT:
-            return ragged_flops(op, self.platform)
-        if name == _CONVOLUTION:
-            dtype = stablehlo.dtype_of(op.operands[0])
-            return product_flops(convolution(op).flops / 2.0, dtype)
+            return ragged_flops(op, self._platform)
+        if name == "stablehlo.convolution":
+            return convolution_flops(op)
         if name in ("stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.scatter"):
             return max((self.elements[i] for i in self.operands[index]), default=out)
         if name == "stablehlo.sort":  # the arrays that go along are not compared
-            extent = self.dims[index][stablehlo.sorted_dimension(op)]
+            extent = self.extents[index][stablehlo.sorted_dimension(op)]
             return sort_flops(out, extent) if index == first else 0.0
         if name == "stablehlo.fft":
             return fft_flops(out, math.prod(stablehlo.integers(op, "fft_length")))
         if name == "stablehlo.cholesky":
-            return cholesky_flops(out, self.dims[index][-1])
+            return cholesky_flops(out, self.extents[index][-1])
         if name == "stablehlo.triangular_solve":
             return triangular_solve_flops(out, stablehlo.shape_of(op.operands[0])[-1])
         if name == "stablehlo.select_and_scatter":
             window = math.prod(stablehlo.integers(op, "window_dimensions"))
             return window * self.elements[self.operands[index][1]]
-        if (
-            name in FREE
-            or name in SLICES
-            or name in stablehlo.SENDS
-            or name
-            in (
-                BROADCAST,
-                "stablehlo.iota",
-                "stablehlo.transpose",
-                "stablehlo.concatenate",
-                "stablehlo.pad",
-                "stablehlo.gather",
-                "stablehlo.dynamic_update_slice",
-                "stablehlo.convert",
-            )
-        ):
-            return 0.0
         return out
+
+
+def operations_of(analysis: Analysis) -> Operations:
+    """The operations of an analysed program, read once."""
+    found = _READ.get(analysis)
+    if found is None:
+        with analysis.module.context:
+            main = stablehlo.main_function(analysis.module).regions[0].blocks[0]
+            found = Operations(main, analysis.site_of_tag, analysis.platform)
+        _READ[analysis] = found
+    return found
+
+
+_READ: weakref.WeakKeyDictionary[Analysis, Operations] = weakref.WeakKeyDictionary()
 
 
 def _where(op: stablehlo.Operation) -> str:
