@@ -1,6 +1,5 @@
 """The workloads of `tests.programs`, analysed once a session, and ways to judge and run layouts."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -74,37 +73,6 @@ def kernels_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Kernel
     arguments = tuple(programs.shaped(*s) for s in shapes)
     made = jax.eval_shape(function, *arguments)
     return kernels_of_step(lambda state, batch: (function(*batch), 0.0), made, arguments)
-
-
-class Listening(CostModel):
-    """A model of time of a shared host that keeps what rung 1 asks it."""
-
-    def __init__(self) -> None:
-        super().__init__(dataclasses.replace(CONSTANTS, shared=True, least_rows=1e9))
-        self.asked: dict[str, Any] = {}
-
-    def kernels_s(self, *args: Any, **more: Any) -> float:
-        self.asked |= more
-        return super().kernels_s(*args, **more)
-
-
-def asked_of(
-    function: Callable[..., Any], *shapes: tuple[int, ...]
-) -> tuple[KernelTable, dict[str, Any]]:
-    """The kernels of a function that nothing divides, and what rung 1 says of them."""
-    arguments = tuple(programs.shaped(*s) for s in shapes)
-    made = jax.eval_shape(function, *arguments)
-    of = analyse(
-        Workload(
-            step=lambda state, batch: (function(*batch), 0.0),
-            init=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), made),
-            batch=arguments,
-        )
-    )
-    listening = Listening()
-    judged = propagator(of.analysis).judge(of.space, Layout(mesh=(("x", 8),)), listening)
-    assert isinstance(judged, Estimate), judged
-    return of.analysis.kernels, listening.asked
 
 
 @functools.cache

@@ -125,14 +125,8 @@ def exchanged(
     ]
 
 
-def joining_s(
-    halos: Sequence[Reaching], kernels: KernelTable, touched: float, cost: CostModel
-) -> float:
-    """Seconds in which devices copy what they received beside their own.
-
-    Args:
-      touched: bytes of a device in the step.
-    """
+def joining_s(halos: Sequence[Reaching], kernels: KernelTable, cost: CostModel) -> float:
+    """Seconds in which devices copy what they received beside their own."""
     joined = [(one, halo.bytes) for one, halo in halos if halo.bytes]
     if not joined:
         return 0.0
@@ -144,7 +138,6 @@ def joining_s(
         2.0 * (bytes_ + elements),  # and a byte each that says whether it is beyond the edge
         kernels.kernel_trips[[one.kernel for one, _ in joined]],
         [""] * len(joined),
-        touched=np.full(len(joined), touched),
     )
 
 

@@ -1,17 +1,15 @@
 """What the user's own manual regions (`shard_map`) send."""
 
 from autoshard.analysis import Analysis
-from autoshard.cost import Constants
 from autoshard.hlo.groups import groups_of_axes, partners_in_groups, partners_in_pairs
 from autoshard.layout import MeshShape
 from autoshard.operations import OwnSend
-from autoshard.rungs.sending import executions
 from autoshard.rungs.shares import Shares
 from autoshard.subaxes import ways
 from autoshard.trial import Collective
 
 
-def own_collectives(analysis: Analysis, shares: Shares, constants: Constants) -> list[Collective]:
+def own_collectives(analysis: Analysis, shares: Shares) -> list[Collective]:
     """Those of a step under one layout, but for branches that are not taken."""
     judged, trips = shares.judged, analysis.kernels.trips
     if judged is None:
@@ -22,8 +20,7 @@ def own_collectives(analysis: Analysis, shares: Shares, constants: Constants) ->
         parts = judged.shards.get(send.tag)
         if not trips[send.tag] or not parts:
             continue
-        often = executions(analysis, send.tag, send.origin, constants)
-        found.append(collective_of(send, mesh, often, ways(parts[0], shares.sizes)))
+        found.append(collective_of(send, mesh, trips[send.tag], ways(parts[0], shares.sizes)))
     return [one for one in found if one is not None]
 
 

@@ -6,19 +6,18 @@ import numpy as np
 
 from autoshard.analysis import Analysis
 from autoshard.compat import shardings
-from autoshard.compat.judged import Communication, Judged
+from autoshard.compat.judged import Judged
 from autoshard.compat.partitioner import REFUSALS
-from autoshard.cost import Constants, CostModel
+from autoshard.cost import CostModel
 from autoshard.errors import LayoutError
 from autoshard.layout import Layout
 from autoshard.partitioned import Partition, partitioned
 from autoshard.rungs.failures import declined
-from autoshard.rungs.gathers import copying_s
 from autoshard.rungs.halos import exchanged, joining_s, reaching
 from autoshard.rungs.kernel_shares import kernel_shares
 from autoshard.rungs.live_memory import copied_whole, peak_of, received
 from autoshard.rungs.own_sends import own_collectives
-from autoshard.rungs.sending import collectives_of, in_place
+from autoshard.rungs.sending import collectives_of
 from autoshard.rungs.shares import Origins
 from autoshard.rungs.shifting import shifting_collectives
 from autoshard.space import Space
@@ -26,13 +25,6 @@ from autoshard.specs import Specs
 from autoshard.trial import Estimate, Failure, Rung
 
 _DECLINED: tuple[type[Exception], ...] = (LayoutError, *REFUSALS)
-
-_TEMPORARIES = (0.95, 1.3)
-"""Which share of the temporaries judged here those of the compiled program are, from to.
-
-So of nine in ten of 239 programs of `results/fidelity`, of sixteen cases, of which 16 to 32 MiB
-were said.
-"""
 
 
 class Propagator:
@@ -87,23 +79,23 @@ class Propagator:
         shares = self._origins.shares(specs, judged)
         sizes, trips = shares.sizes, kernels.trips
 
-        communication = self._placed(judged, cost.constants)
+        # Branches that are not taken send nothing.
+        communication = [
+            one for one in (judged.communication if judged else ()) if trips.get(one.block, 1.0)
+        ]
         halos = reaching(shares)
         collectives = [
             *collectives_of(communication, trips, sizes, cost.constants),
-            *own_collectives(analysis, shares, cost.constants),
+            *own_collectives(analysis, shares),
             *exchanged(halos, kernels, sizes),
-            *shifting_collectives(analysis, shares, cost.constants),
+            *shifting_collectives(analysis, shares),
         ]
         beside = received(kernels, communication, halos, cost.constants) + copied_whole(shares)
         block = peak_of(kernels, shares.local, beside)
         arguments = [shares.local[v] for v in kernels.argument_values]
         peak = sum(arguments) + block
-        work = kernel_shares(shares, halos, cost.constants)
-        compute_s = work.seconds(cost, peak)
-        compute_s += copying_s(communication, trips, sizes, peak, cost)
-        compute_s += joining_s(halos, kernels, peak, cost)
-        compute_s += cost.fresh_s(block, _TEMPORARIES) + cost.handing_s(len(program.inputs))
+        work = kernel_shares(shares, halos)
+        compute_s = work.seconds(cost) + joining_s(halos, kernels, cost) + cost.fresh_s(block)
         communication_s = cost.collectives_s(collectives, specs.mesh)
         state_count = len(program.state)
         return Estimate(
@@ -123,14 +115,3 @@ class Propagator:
             elapsed_s=time.perf_counter() - start,
             exposed_s=communication_s,
         )
-
-    def _placed(self, judged: Judged | None, constants: Constants) -> list[Communication]:
-        """The partitioner's collectives where a compiler puts them.
-
-        What branches send that are not taken is left out.
-        """
-        trips = self._analysis.kernels.trips
-        sent = [
-            one for one in (judged.communication if judged else ()) if trips.get(one.block, 1.0)
-        ]
-        return in_place(sent, constants, self._analysis.invariants)

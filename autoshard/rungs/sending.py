@@ -7,8 +7,6 @@ CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compile
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from autoshard.analysis import Analysis
-from autoshard.compat.invariants import Invariants, Origin
 from autoshard.compat.judged import Communication, Sum
 from autoshard.compat.stablehlo import source_of
 from autoshard.cost import Constants
@@ -26,23 +24,6 @@ class Sent(NamedTuple):
     bytes: float
 
 
-def in_place(
-    communication: Iterable[Communication], constants: Constants, invariants: Invariants
-) -> list[Communication]:
-    """The partitioner's collectives where a compiler puts them.
-
-    What a loop sends of what it does not change, XLA sends once, in front of the loop
-    (while-loop-invariant-code-motion): block and tag of such a collective are then the loop's.
-    """
-    if not constants.moves_invariants:
-        return list(communication)
-    found = []
-    for one in communication:
-        loop = invariants.in_front_of(one.block, one.origin)
-        found.append(one if loop is None else one._replace(block=loop, tag=loop, moved=True))
-    return found
-
-
 def collectives_of(
     communication: Iterable[Communication],
     trips: Mapping[int, float],
@@ -52,7 +33,6 @@ def collectives_of(
     """What a compiler sends for the partitioner's collectives.
 
     Args:
-      communication: `in_place`.
       trips: executions of each block in a step.
       sizes: of the mesh axes.
     """
@@ -75,22 +55,9 @@ def sent_in_step(
     """Every collective of a step, with what the partitioner put for it.
 
     Args:
-      communication: `in_place`.
       sizes: of the mesh axes.
     """
     return [(one, each) for one in communication for each in _sent(one, sizes, constants)]
-
-
-def executions(analysis: Analysis, tag: int, origin: Origin | None, constants: Constants) -> float:
-    """How often an operation sends in a step: of what a loop does not change once, if moved out.
-
-    Args:
-      origin: of what it sends.
-    """
-    loop = None
-    if constants.moves_invariants:
-        loop = analysis.invariants.in_front_of(tag, origin)
-    return analysis.kernels.trips[tag if loop is None else loop]
 
 
 def folded(one: Communication, constants: Constants) -> bool:

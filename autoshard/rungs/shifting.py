@@ -4,26 +4,21 @@ import math
 from collections.abc import Iterator
 
 from autoshard.analysis import Analysis
-from autoshard.cost import Constants
 from autoshard.operations import Shift
-from autoshard.rungs.sending import executions
 from autoshard.rungs.shares import Shares
 from autoshard.shifts import moves, pieces
 from autoshard.subaxes import ways
 from autoshard.trial import Collective
 
 
-def shifting_collectives(
-    analysis: Analysis, shares: Shares, constants: Constants
-) -> list[Collective]:
+def shifting_collectives(analysis: Analysis, shares: Shares) -> list[Collective]:
     """Those of a step under one layout, but for branches that are not taken."""
     trips = analysis.kernels.trips
     found: list[Collective] = []
     for shift in analysis.kernels.shifts:
         if not any(shares.made_dims(shift.tag)) or not trips[shift.tag]:
             continue
-        often = executions(analysis, shift.tag, shift.origin, constants)
-        found += _sent(shift, shares, int(often))
+        found += _sent(shift, shares, int(trips[shift.tag]))
     return found
 
 

@@ -26,7 +26,7 @@ from tests.analysed import CONSTANTS, analyse, propagator, target
 from tests.programs import normal, shaped, train
 
 MESH = (("data", 2), ("model", 4))
-CPU = CostModel(dataclasses.replace(CONSTANTS, moves_invariants=True))
+CPU = CostModel(CONSTANTS)
 DEVICES = jax.devices()[:8]
 ROWS, WIDE, OUT, TURNS = 64, 128, 256, 3
 
