@@ -1,14 +1,15 @@
 """Calibration: short measurements on a live target that give the cost model its constants.
 
-Matrix products, a chain of transcendental operations, memory traffic (`probes`; on a host loops
-over less and over more than its caches hold), many tiny kernels, many arrays, a block too large for
-the allocator to keep, transposes, and each collective in the smallest and the largest group. What
-is not measured on an accelerator comes from its catalogue entry, where it has one: the clock of the
-compiler's estimates, and the rates of other dtypes than bf16 and f32. All samples are taken in
-rounds over every probe, and the least of each is used: what else runs on the machine only ever adds
-time, and on a busy one the medians of a probe and of the empty program that is taken off it can
-come in the wrong order. The least of some seconds is luck too: it is drawn several times, and the
-median over the draws is taken (`docs/decisions/0017`). `calibrations` keeps what is found.
+The probes (`probes`) are matrix products, a chain of transcendental operations, memory traffic,
+many tiny kernels, on a host a block too large for the allocator to keep, and each collective in the
+smallest and the largest group. The catalogue entry of an accelerator, where there is one, gives the
+clock of the compiler's estimates and the rates of other dtypes than bf16 and f32.
+
+Samples are taken in rounds over every probe, and the least of each counts: other work on the
+machine only ever adds time, and on a busy machine the medians of a probe and of the empty program
+that is subtracted from it can come in the wrong order. The least of a few seconds is luck too. It
+is drawn several times, and the median over the draws counts (`docs/decisions/0017`). `calibrations`
+keeps the result.
 """
 
 import datetime
@@ -26,56 +27,41 @@ from autoshard.catalogue import Chip
 from autoshard.cost import (
     FRESH_FROM_BYTES,
     GATHERS_AT_ONCE,
-    GATHERS_OUTERMOST,
     KINDS,
-    MOVES_INVARIANTS,
-    ONE_BY_ONE,
     SUMS_APART,
     Constants,
     LinkCost,
 )
-from autoshard.hlo import parse
-from autoshard.hlo.loops import most_parts
+from autoshard.host import cores
 from autoshard.live_chips import chip_of_kind
 from autoshard.precision import precise_rates
-from autoshard.probes import PATCHED_FEATURES, Run, fitting, on_accelerator, on_host, program
+from autoshard.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target import Target
 
-REVISION = 22
-_ROUNDS, _FEW_ROUNDS = 15, 5  # the least of 5 was seen to put 2 devices above 4
-_DRAWS = 5  # of 6 s each on two cores; one alone is off by a tenth
+REVISION = 23
+_ROUNDS, _FEW_ROUNDS = 8, 3
+_DRAWS = 3  # one draw alone is off by a tenth
 _LONG_S = 0.05  # what takes longer is disturbed less, and has few rounds
 _REPEATS = 8  # collectives in one program, so that dispatch does not count
-# What all devices touch in a turn, bytes, and how many turns: the last is several times the last
-# cache of a host.
-_TOUCHED = {
-    4 << 20: (64, 192),
-    16 << 20: (16, 48),
-    64 << 20: (4, 12),
-    128 << 20: (2, 6),
-    256 << 20: (2, 6),
-}
-_ARRAYS = 64  # of a program that does next to nothing
+# Bytes that all devices together touch in a turn, several times the last cache of a host, and the
+# numbers of turns.
+_TOUCHED_BYTES = 256 << 20
+_FEW_TURNS, _MANY_TURNS = 2, 6
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
-# float32, 3 MB on each device; no powers of two, whose columns share cache sets. Each of 64 sets
-# comes to have 24 of its lines, twice as many as the first caches of newer processors hold.
-_MATRIX = 1520, 500
-_ALIGNED = 512, 512  # their columns take two sets
-_SUMMED = 512, 256  # products on each device; it has one array of them, or two of half the rows
-_FRESH_DEVICES = 8  # enough to keep every core busy; on all of a large mesh it would be gigabytes
+_BUSY_DEVICES = 8  # at most, in the probes of memory: on all of a large mesh these take gigabytes
 _SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device of a fake mesh
 _LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a dispatch
 
 
 def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
-    """Measures a target: thirty to forty seconds on two cores; probes of an accelerator are larger.
+    """Measures a target: below 10 s on two cores; probes of an accelerator are larger.
 
     Args:
       draws: how often all is measured; the median counts.
     """
     n = target.device_count
     mesh = target.mesh((("x", n),) if n > 1 else ())
-    few = min(n, _FRESH_DEVICES)
+    few = min(n, _BUSY_DEVICES, cores())
 
     width = 1 << 20
     probes: dict[object, Run] = {
@@ -89,20 +75,12 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
         large = max(fitting(_LARGE, 16 * n, target.memory_bytes // 4), 2 * small)
         sized = on_host(mesh)
         some = Mesh(np.array(target.devices[:few]), ("x",))
-        for bytes_, both in _TOUCHED.items():
-            for turns in both:
-                probes["memory", bytes_, turns] = program(_scaled(turns), some, bytes_ // 4 // few)
-        probes["arrays"] = _of_arrays(mesh)
+        for turns in (_FEW_TURNS, _MANY_TURNS):
+            touched = _TOUCHED_BYTES // 4 // few
+            probes["memory", turns] = program(_scaled(turns), some, touched, in_place=True)
         probes["nothing of few"] = program(lambda x: x + 1.0, some, 8)
         probes["kept"] = program(_written(width), some, 8)
         probes["fresh"] = program(_written(FRESH_FROM_BYTES // 4 + width), some, 8)
-        probes["straight"] = program(lambda x: x * 1.5, some, *_MATRIX)
-        probes["transposed"] = program(_swapped, some, *_MATRIX)
-        probes["aligned"] = program(lambda x: x * 1.5, some, *_ALIGNED)
-        probes["collided"] = program(_swapped, some, *_ALIGNED)
-        for way, dimension in (("along", 2), ("across", 1)):
-            probes["summed", way, 1] = program(_summed(dimension, 1), some, *_SUMMED)
-            probes["summed", way, 2] = program(_summed(dimension, 2), some, *_SUMMED)
     else:
         idle_s = least_of_rounds({"nothing": probes["nothing"]})["nothing"]
         sized = on_accelerator(mesh, target.memory_bytes, idle_s)
@@ -136,32 +114,17 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
     work = n if shared else 1
     rates = {name: work * probe.amount / above(name) for name, probe in sized.items()}
     chip = None if shared else chip_of_kind(target.device_kind)
-    by_touched = bandwidths(seconds) if shared else ()
     return Constants(
         device=target.device_kind,
         device_count=n,
         contract_flops_per_s=rates["product" if shared else "product f32"],
         contract_by_dtype=() if shared else rates_by_dtype(rates, chip),
         element_flops_per_s=rates["elements"],
-        bandwidth_bytes_per_s=by_touched[-1][1] if shared else rates["copy"],
-        bandwidths=by_touched,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s(seconds) if shared else rates["copy"],
         launch_s=above("kernels") / (2 * _TINY * work),
-        array_s=above("arrays") / ((_ARRAYS - 1) * n) if shared else 0.0,
         gathers_by_dimension=target.platform not in GATHERS_AT_ONCE,
         folds_sums=target.platform not in SUMS_APART,
-        one_by_one=target.platform in ONE_BY_ONE,
-        gathers_outermost=target.platform in GATHERS_OUTERMOST,
-        moves_invariants=target.platform in MOVES_INVARIANTS,
         fresh_s_per_byte=fresh_s_per_byte(seconds, few, 4 * width) if shared else 0.0,
-        transposed_s=transposed_s(seconds, few) if shared else 0.0,
-        collided_s=collided_s(seconds, few) if shared else 0.0,
-        degenerate_s=degenerate_s(seconds, few, "along") if shared else 0.0,
-        degenerate_across_s=degenerate_s(seconds, few, "across") if shared else 0.0,
-        turned_flops_per_s=rates["turned convolution"] if shared else 0.0,
-        unvectorized_flops_per_s=min(rates["unvectorized"], rates["elements"]) if shared else 0.0,
-        least_rows=max(1.0, rates["product"] / rates["single rows"]) if shared else 1.0,
-        patch_s=patch_s(rates) if shared else 0.0,
-        loop_parts=_loop_parts(target) if shared else 1,
         shared=shared,
         forms_reduce_scatter=n > 1 and _forms_reduce_scatter(target),
         links=tuple(links),
@@ -229,25 +192,20 @@ def least_of_rounds(
     return seconds
 
 
-def bandwidths(seconds: Mapping[object, float]) -> tuple[tuple[int, float], ...]:
-    """Bytes a second that all devices of a host read and write together, by what they touch in all.
+def bandwidth_bytes_per_s(seconds: Mapping[object, float]) -> float:
+    """Bytes a second that all devices of a host read and write together, beyond the caches.
 
-    Beyond the caches a byte takes longer: what is touched less is no slower, whatever a turn of
-    so little takes to begin. The difference of two numbers of turns has neither the dispatch in it
-    nor the making of the result.
+    The difference of two numbers of turns has neither the dispatch in it nor the making of the
+    result.
 
     Args:
-      seconds: of the probes ("memory", bytes, turns).
+      seconds: of the probes ("memory", turns).
     """
-    found: list[tuple[int, float]] = []
-    for bytes_, (few, many) in reversed(_TOUCHED.items()):
-        short, long = (seconds["memory", bytes_, turns] for turns in (few, many))
-        once_s = (long - short) / (many - few)
-        # On a busy machine the shorter loop may have been held up as long as the longer one ran: a
-        # turn takes no less than half of what it takes with everything beside it.
-        rate = 2.0 * bytes_ / max(once_s, long / many / 2)
-        found.append((bytes_, max(rate, found[-1][1]) if found else rate))
-    return tuple(reversed(found))
+    short, long = (seconds["memory", turns] for turns in (_FEW_TURNS, _MANY_TURNS))
+    once_s = (long - short) / (_MANY_TURNS - _FEW_TURNS)
+    # On a busy machine the shorter loop may have been held up as long as the longer one ran: a
+    # turn takes no less than half of what it takes with everything beside it.
+    return 2.0 * _TOUCHED_BYTES / max(once_s, long / _MANY_TURNS / 2)
 
 
 def fresh_s_per_byte(seconds: Mapping[object, float], devices: int, kept_bytes: int) -> float:
@@ -262,64 +220,6 @@ def fresh_s_per_byte(seconds: Mapping[object, float], devices: int, kept_bytes: 
     fresh_bytes = FRESH_FROM_BYTES + kept_bytes
     kept, fresh = (seconds[name] - seconds["nothing of few"] for name in ("kept", "fresh"))
     return max(0.0, fresh - fresh_bytes / kept_bytes * kept) / (devices * fresh_bytes)
-
-
-def transposed_s(seconds: Mapping[object, float], devices: int) -> float:
-    """What an element takes that a loop transposes, beyond one that it takes in order.
-
-    Args:
-      seconds: of the probes "straight" and "transposed".
-      devices: that took part.
-    """
-    beyond = seconds["transposed"] - seconds["straight"]
-    return max(0.0, beyond) / (devices * math.prod(_MATRIX))
-
-
-def collided_s(seconds: Mapping[object, float], devices: int) -> float:
-    """The same of elements whose lines push each other out of the cache; no less than of others.
-
-    Args:
-      seconds: of the probes "aligned" and "collided", and of those of `transposed_s`.
-      devices: that took part.
-    """
-    beyond = (seconds["collided"] - seconds["aligned"]) / (devices * math.prod(_ALIGNED))
-    return max(beyond, transposed_s(seconds, devices))
-
-
-def degenerate_s(seconds: Mapping[object, float], devices: int, way: str) -> float:
-    """What a product takes that is summed beside a dimension of one, beyond one beside two.
-
-    Args:
-      seconds: of the probes ("summed", way, 1) and ("summed", way, 2).
-      devices: that took part.
-      way: "along" where what is added up lies densely, or "across".
-    """
-    beyond = seconds["summed", way, 1] - seconds["summed", way, 2]
-    return max(0.0, beyond) / (devices * math.prod(_SUMMED))
-
-
-def patch_s(rates: Mapping[str, float]) -> float:
-    """What an element of a patch takes beyond the products that it goes into.
-
-    Args:
-      rates: elements a second of the probe "patches", operations a second of "product".
-    """
-    return max(0.0, 1 / rates["patches"] - 2 * PATCHED_FEATURES / rates["product"])
-
-
-def _summed(dimension: int, arrays: int) -> Callable[[jax.Array], jax.Array]:
-    """A program that sums products over a dimension of so many arrays on each device."""
-
-    def summed(x: jax.Array) -> jax.Array:
-        x = x.reshape(x.shape[0] * arrays, x.shape[1] // arrays, x.shape[2])
-        return jnp.sum(x * (x + 1.0), axis=dimension)
-
-    return summed
-
-
-def _swapped(x: jax.Array) -> jax.Array:
-    """A program that transposes a matrix on each device."""
-    return jnp.swapaxes(x, 1, 2) * 1.5
 
 
 def _written(width: int) -> Callable[[jax.Array], jax.Array]:
@@ -340,22 +240,6 @@ def _scaled(turns: int) -> Callable[[jax.Array], jax.Array]:
     return scaled
 
 
-def _of_arrays(mesh: Mesh) -> Run:
-    """A program that is given many small arrays and hands them back in place, as steps do."""
-    over = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
-    state = [jax.device_put(np.zeros(mesh.size, np.float32), over) for _ in range(_ARRAYS)]
-    step = jax.jit(
-        lambda x, *rest: (x + 1.0, *rest), out_shardings=over, donate_argnums=range(_ARRAYS)
-    )
-    compiled = step.lower(*state).compile()
-
-    def run() -> object:
-        state[:] = compiled(*state)
-        return jax.block_until_ready(state)
-
-    return run
-
-
 def _many_products(x: jax.Array) -> jax.Array:
     """A chain of kernels too small to take time of their own."""
     for _ in range(_TINY):
@@ -373,15 +257,6 @@ def _forms_reduce_scatter(target: Target) -> bool:
         shape, shape
     )
     return "reduce-scatter" in (product.compile().as_text() or "")
-
-
-def _loop_parts(target: Target) -> int:
-    """Asks the compiler: in how many parts do the host's threads share a large loop?"""
-    n = target.device_count
-    mesh = target.mesh((("x", n),) if n > 1 else ())
-    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
-    shape = jax.ShapeDtypeStruct((4096 * n, 1024), jnp.float32, sharding=rows)
-    return most_parts(parse(jax.jit(lambda x: x * 1.5).lower(shape).compile().as_text() or ""))
 
 
 def _collective(target: Target, kind: str, group: int, size: int) -> Run:

@@ -1,11 +1,13 @@
 """Calibrations kept in files: a target is calibrated once.
 
-A file has what it was measured on, the date and a digest. One that is damaged is measured anew.
+A file has what it was measured on, the date and a digest. A damaged file is measured anew. A file
+of another revision stays as it is, and one line in the log names it.
 """
 
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Callable
@@ -17,9 +19,12 @@ from autoshard import calibrate
 from autoshard.compat.compilers import compiler_version
 from autoshard.compat.threads import threads_asked
 from autoshard.cost import Constants
+from autoshard.errors import CalibrationError
 from autoshard.host import cores, processor
 from autoshard.live_chips import chip_of_kind
 from autoshard.target import Target
+
+_log = logging.getLogger("autoshard")
 
 
 def calibrated(
@@ -33,6 +38,9 @@ def calibrated(
       folder: where calibrations are kept; default `~/.cache/autoshard`, and nowhere where there is
         no home.
       on_measuring: called before the target is measured, where there is no such file.
+
+    Raises:
+      CalibrationError: the file has constants of another version of autoshard; it stays as it is.
     """
     keep = pathlib.Path(folder) if folder is not None else _default_folder()
     chip = None if target.shared_host else chip_of_kind(target.device_kind)
@@ -56,6 +64,12 @@ def calibrated(
     path = keep / f"calibration-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
     if (found := _kept(path)) is not None:
         return found
+    for other in _of_other_revisions(keep, identity):
+        _log.warning(
+            "%s was written by another version of autoshard: it stays as it is, and the target is"
+            " calibrated again",
+            other,
+        )
     on_measuring()
     constants = calibrate.calibrate(target)
     # Who measured at the same time and was done before has the constants of all.
@@ -89,10 +103,28 @@ def _default_folder() -> pathlib.Path | None:
 
 
 def _kept(path: pathlib.Path) -> Constants | None:
-    """The constants in a file; None where there is none, or it is damaged."""
+    """The constants in a file; None where there is none, or it is damaged.
+
+    Raises:
+      CalibrationError: they are those of another version of autoshard.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         constants = Constants.from_json(data["constants"])
         return constants if data["digest"] == constants.digest else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except CalibrationError as error:
+        raise CalibrationError(f"{path}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _of_other_revisions(folder: pathlib.Path, identity: str) -> list[pathlib.Path]:
+    """The calibrations of the same target that differ in their revision alone."""
+    _, target = identity.split("|", 1)
+    found = []
+    for path in sorted(folder.glob("calibration-*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            revision, other = json.loads(path.read_text(encoding="utf-8"))["identity"].split("|", 1)
+            if other == target and revision != str(calibrate.REVISION):
+                found.append(path)
+    return found

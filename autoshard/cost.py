@@ -1,39 +1,37 @@
-"""The one model of time that rungs 1 and 2 share, and its constants.
+"""The model of time that rungs 1 and 2 share, and its constants.
 
-Time of a step = sum over kernels of max(operations / rate, bytes / bandwidth) + launch, plus for
-each collective latency + bytes / bandwidth of its group. On live devices both are measured for each
-kind and group size (alpha-beta model); for hardware that is not here they follow from the links the
-group runs over (`network`). Devices of a fake mesh share the cores of one host: there the rates are
-the host's, the work of all devices adds up, a product waits for its operands before it computes,
-and pages of a large block of temporaries cost time.
+The model is a roofline (Williams, Waterman and Patterson, CACM 52, 2009). The time of a step is the
+sum over kernels of max(operations / rate, bytes / bandwidth) + launch, plus latency + bytes /
+bandwidth for each collective (alpha-beta model). On live devices calibration measures the
+collectives by kind and group size. For hardware that is not here their cost follows from the links
+of the group (`network`). The devices of a fake mesh share the cores of one host: the rates are the
+host's, the work of all devices adds up, and fresh pages of a large block of temporaries cost time.
 
-Not modelled here: overlap of communication with computation (rung 2 reads it off the schedule),
-what one kernel leaves in the caches for the next, where a step touches more than they hold.
+Not modelled here: overlap of communication with computation (rung 2 reads it off the schedule), and
+caches. A kernel reads and writes the main memory at one bandwidth, whatever it touches.
 """
 
 import dataclasses
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from autoshard.errors import CalibrationError
 from autoshard.hlo.work import Work
 from autoshard.layout import MeshShape
 from autoshard.network import Network, collective_s
-from autoshard.rows import MANY
 from autoshard.trial import Collective
 
-MODEL_REVISION = 56
+MODEL_REVISION = 57
 """Part of every journal key.
 
 Raise it when estimates change by a change here, to `network`, `arithmetic`, `precision`, `siting`,
-`rewrite`, `specs`, `operations`, `fusion`, `library`, `kernels`, `buffers`, `trips`, `transposes`,
-`cache_lines`, `convolutions`, `halos`, `shifts`, `pooling`, `vectorization`, `degenerate`, `rows`,
-`hlo` or `rungs` (propagate, sending, gathers, halos, shifting, own_sends), to what `compat` reads
+`rewrite`, `specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `convolutions`, `halos`,
+`shifts`, `hlo` or `rungs` (propagate, sending, halos, shifting, own_sends), to what `compat` reads
 of a module or tells the partitioner, or to which constraints `constraints.told` keeps.
 """
 
@@ -51,28 +49,6 @@ SUMS_APART = frozenset({"cpu"})
 
 So seen with jax 0.10.2 and 0.12.0.1. XLA:GPU (jax 0.10.2; its passes all-reduce-folder and
 all-reduce-reassociate) and libtpu 0.0.42 fold them.
-"""
-
-ONE_BY_ONE = frozenset({"cpu"})
-"""Platforms that send the arrays of a combined collective one after another.
-
-XLA:CPU's compiler combines all-reduces and its runtime takes them apart again: that of k arrays
-takes as long as k (jax 0.10.2 and 0.12, `docs/decisions/0031`). XLA:GPU combines up to 30 MB, and
-gathers too: next to the steps of pods what that saves, the latency of small ones, is nothing. Rung
-1 counts each array everywhere.
-"""
-
-GATHERS_OUTERMOST = frozenset({"cpu"})
-"""Platforms that gather along the outermost dimension alone: see `Constants.gathers_outermost`.
-
-So seen with jax 0.10.2 and 0.12.0.1 (`docs/decisions/0039`).
-"""
-
-MOVES_INVARIANTS = frozenset({"cpu"})
-"""Platforms whose compiler takes collectives out of loops that do not change what is sent.
-
-So seen with jax 0.10.2 and 0.12.0.1. XLA:GPU (jax 0.10.2) leaves them; libtpu 0.0.42 takes them out
-and puts gathers back into the loops of a train step ("sunk").
 """
 
 FRESH_FROM_BYTES = 32 << 20
@@ -111,16 +87,9 @@ class Constants:
       contract_by_dtype: the same by dtype of the operands, sorted by name; of f32 also by how
         precisely it is multiplied, where that costs more (`precision.precise_rates`).
       element_flops_per_s: everything else, one operation an element.
-      unvectorized_flops_per_s: of that what loops do element by element (`vectorization`); 0 for as
-        fast as the rest.
-      loop_parts: the most parts that the compiler divides a loop into for the host's threads.
-      bandwidth_bytes_per_s: memory traffic, beyond the caches.
-      bandwidths: (bytes, bytes a second), ascending, of traffic by what all devices together touch
-        before they come back to it; the last is the one beyond the caches. () for that everywhere.
+      bandwidth_bytes_per_s: memory traffic.
       launch_s: fixed cost of a kernel.
-      array_s: what each array of one device costs that a step takes and returns, on a shared host
-        alone: on others the host is ahead of the devices.
-      shared: the rates are of a host whose cores all devices share.
+      shared: all devices share the cores of one host, and the rates are the host's.
       forms_reduce_scatter: the compiler makes one reduce-scatter of an all-reduce whose result is
         sliced along the same axes; else the whole is reduced and then cut.
       links: measured collectives; () where the network says what they cost.
@@ -130,25 +99,8 @@ class Constants:
       folds_sums: what is summed over devices along several dimensions is summed along all of them
         at once, and sums that are added up are added before they are sent; else one dimension after
         another, and each by itself.
-      one_by_one: the arrays of a combined collective are sent one after another.
-      gathers_outermost: what is gathered along another dimension than the outermost is copied to an
-        order in which that is, and back.
-      moves_invariants: what a loop sends of what it does not change is sent once, in front of it.
       fresh_s_per_byte: seconds for each byte of a block of at least `FRESH_FROM_BYTES`, whose
         pages the system gives anew to each step; on a shared host alone.
-      transposed_s: seconds for each element that a transpose reads across cache lines, where the
-        cache does not hold these (`cache_lines`), beyond its bytes; on a shared host alone.
-      collided_s: the same where the lines push each other out of the cache, of a crowding of 1; 0
-        for as long as those that do not.
-      degenerate_s: seconds for each element of a sum of products beside a dimension of one element
-        (`degenerate`), beyond its arithmetic and its bytes; on a shared host alone.
-      degenerate_across_s: the same where what is added up does not lie densely.
-      turned_flops_per_s: convolutions that XLA turns around (`convolutions`); 0 for as fast as the
-        others.
-      least_rows: a product of fewer rows takes as long as one of so many (`rows`); on a shared host
-        alone.
-      patch_s: seconds for each element of the patches that are copied for a convolution
-        (`convolutions`), beyond its arithmetic and its bytes; on a shared host alone.
       clock_hz: cycles a second of the compiler's own estimates; 0 where it makes none.
       source: what else the figures depend on: topology and digest of its catalogue entry.
     """
@@ -164,23 +116,9 @@ class Constants:
     links: tuple[LinkCost, ...]
     date: str
     contract_by_dtype: tuple[tuple[str, float], ...] = ()
-    bandwidths: tuple[tuple[int, float], ...] = ()
     gathers_by_dimension: bool = True
     folds_sums: bool = True
-    one_by_one: bool = False
-    gathers_outermost: bool = False
-    moves_invariants: bool = False
     fresh_s_per_byte: float = 0.0
-    transposed_s: float = 0.0
-    collided_s: float = 0.0
-    degenerate_s: float = 0.0
-    degenerate_across_s: float = 0.0
-    turned_flops_per_s: float = 0.0
-    array_s: float = 0.0
-    unvectorized_flops_per_s: float = 0.0
-    loop_parts: int = 1
-    least_rows: float = 1.0
-    patch_s: float = 0.0
     clock_hz: float = 0.0
     source: str = ""
 
@@ -193,14 +131,22 @@ class Constants:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_json(data: Mapping[str, object]) -> "Constants":
-        links = tuple(LinkCost(**link) for link in data["links"])  # type: ignore[attr-defined]
-        by_dtype = tuple((str(d), float(r)) for d, r in data.get("contract_by_dtype", ()))  # type: ignore[attr-defined]
-        rest = dict(data)
-        if "combines_sums" in rest:  # until 0.1; true of the same platforms
-            rest["one_by_one"] = rest.pop("combines_sums")
-        rest["bandwidths"] = tuple((int(b), float(r)) for b, r in data.get("bandwidths", ()))  # type: ignore[attr-defined]
-        return Constants(**{**rest, "links": links, "contract_by_dtype": by_dtype})  # type: ignore[arg-type]
+    def from_json(data: Mapping[str, Any]) -> "Constants":
+        """Reads what `to_json` wrote.
+
+        Raises:
+          CalibrationError: the fields are those of another version of autoshard.
+        """
+        known = {field.name for field in dataclasses.fields(Constants)}
+        differing = sorted(known ^ data.keys())
+        if differing:
+            raise CalibrationError(
+                "the constants were written by another version of autoshard, which differs in"
+                f" {', '.join(differing)}: calibrate the target again"
+            )
+        links = tuple(LinkCost(**link) for link in data["links"])
+        by_dtype = tuple((str(d), float(r)) for d, r in data["contract_by_dtype"])
+        return Constants(**{**data, "links": links, "contract_by_dtype": by_dtype})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +172,6 @@ class CostModel:
         self.constants = constants
         self._network = network
         self._by_dtype = dict(constants.contract_by_dtype)
-        self._touched = np.log([bytes_ for bytes_, _ in constants.bandwidths])
-        self._s_per_byte = [1 / rate for _, rate in constants.bandwidths]
         self._links: dict[str, tuple[list[int], list[float], list[float]]] = {}
         for kind in {link.kind for link in constants.links}:
             own = sorted((x for x in constants.links if x.kind == kind), key=lambda x: x.group_size)
@@ -261,121 +205,47 @@ class CostModel:
         return self._by_dtype.get(name, self.constants.contract_flops_per_s)
 
     def kernels_s(
-        self,
-        flops: np.ndarray,
-        bytes_: np.ndarray,
-        trips: np.ndarray,
-        dtypes: Sequence[str],
-        transposed: np.ndarray | float = 0.0,
-        collided: np.ndarray | float = 0.0,
-        turned: np.ndarray | bool = False,
-        vectorized: np.ndarray | bool = True,
-        touched: np.ndarray | None = None,
-        degenerate: np.ndarray | float = 0.0,
-        degenerate_across: np.ndarray | float = 0.0,
-        rows: np.ndarray | float = MANY,
-        patches: np.ndarray | float = 0.0,
+        self, flops: np.ndarray, bytes_: np.ndarray, trips: np.ndarray, dtypes: Sequence[str]
     ) -> float:
         """Seconds of all kernels of a step, for one device.
 
         Args:
-          flops, bytes_, trips: of one entry a kernel.
+          flops, bytes_, trips: one entry a kernel.
           dtypes: of a product's operands; "" for other kernels.
-          transposed: elements that a kernel reads across cache lines, each by what it costs.
-          collided: those whose lines push each other out of the cache, each by its crowding.
-          turned: whether it is a convolution that XLA turns around.
-          vectorized: whether it does not do its arithmetic element by element.
-          touched: as `memory_s` has it.
-          degenerate, degenerate_across: as `Work` has them.
-          rows: of the result of a product (`rows`).
-          patches: elements of patches that are copied for a convolution (`convolutions`).
         """
-        c = self.constants
         rates = {dtype: self.rate(dtype) for dtype in set(dtypes)}
         rate = np.array([rates[dtype] for dtype in dtypes])
-        if c.turned_flops_per_s:
-            rate = np.where(turned, c.turned_flops_per_s, rate)
-        if c.unvectorized_flops_per_s:
-            rate = np.where(vectorized, rate, c.unvectorized_flops_per_s)
-        arithmetic_s, memory_s = flops / rate, self.memory_s(bytes_, touched)
-        arithmetic_s = arithmetic_s * np.maximum(1.0, c.least_rows / rows)
-        each = np.maximum(arithmetic_s, memory_s)
-        if c.shared:
-            each = np.where([bool(dtype) for dtype in dtypes], arithmetic_s + memory_s, each)
-        each = each + self._across_lines_s(transposed, collided) + c.launch_s
-        each = each + self._degenerate_s(degenerate, degenerate_across) + patches * c.patch_s
+        each = np.maximum(flops / rate, self.memory_s(bytes_)) + self.constants.launch_s
         return float(self._devices * np.dot(each, trips))
 
-    def memory_s(self, bytes_: Any, touched: Any = None) -> Any:
-        """Seconds of memory traffic; of a number, or of an array of them.
+    def memory_s(self, bytes_: Any) -> Any:
+        """Seconds of memory traffic, for a number or an array of them."""
+        return bytes_ / self.constants.bandwidth_bytes_per_s
+
+    def fresh_s(self, block_bytes: float) -> float:
+        """Seconds that a step waits for the pages of its temporaries, one block on each device.
 
         Args:
-          touched: bytes of one device that the step, or the loop it is in, touches before it comes
-            back to these; None for more than the caches hold.
+          block_bytes: of all temporaries of one device. A block below `FRESH_FROM_BYTES` costs
+            nothing, since the allocator keeps it.
         """
-        if touched is None or not self._s_per_byte:
-            return bytes_ / self.constants.bandwidth_bytes_per_s
-        at = np.log(np.maximum(np.multiply(touched, self._devices), 1.0))
-        return bytes_ * np.interp(at, self._touched, self._s_per_byte)
+        if block_bytes < FRESH_FROM_BYTES:
+            return 0.0
+        return self._devices * block_bytes * self.constants.fresh_s_per_byte
 
-    def _across_lines_s(self, crossing: Any, colliding: Any) -> Any:
-        """Seconds of elements that are read across cache lines, and of those that collide."""
-        c = self.constants
-        if not c.collided_s:
-            return crossing * c.transposed_s
-        return (crossing - colliding) * c.transposed_s + colliding * c.collided_s
+    def kernel_s(self, work: Work) -> float:
+        """Seconds of one compiled kernel.
 
-    def _degenerate_s(self, along: Any, across: Any) -> Any:
-        """Seconds of sums of products beside a dimension of one, beyond what others take."""
-        c = self.constants
-        return along * c.degenerate_s + across * c.degenerate_across_s
-
-    def handing_s(self, arrays: int) -> float:
-        """Seconds in which the host hands a step so many arrays, and takes back what it returns."""
-        return self._devices * arrays * self.constants.array_s
-
-    def fresh_s(self, block_bytes: float, between: tuple[float, float] = (1.0, 1.0)) -> float:
-        """Seconds a step waits for the pages of its temporaries, one block on each device.
-
-        Args:
-          block_bytes: of all temporaries of one device.
-          between: which shares of it they may be, the least and the most: the more of these reach
-            `FRESH_FROM_BYTES`, the likelier they do.
-        """
-        least, most = between
-        likely = float(block_bytes >= FRESH_FROM_BYTES)
-        if block_bytes and most > least:
-            likely = math.log(most * block_bytes / FRESH_FROM_BYTES) / math.log(most / least)
-            likely = min(max(likely, 0.0), 1.0)
-        return likely * self._devices * block_bytes * self.constants.fresh_s_per_byte
-
-    def kernel_s(self, work: Work, touched: float | None = None) -> float:
-        """Seconds of one compiled kernel; `touched` as `memory_s` has it.
-
-        Products take the cycles that the compiler says, where it says any. For kernels that only
-        move and transform data its cycles come to 2 to 5 times what the memory allows (libtpu
-        0.0.42 and 0.0.50): those, and all where there are no cycles, take a roofline. On a shared
-        host a product packs its operands and then computes: there both add up.
+        Products take the compiler's own cycles, where it prints any. For kernels that only move and
+        transform data its cycles come to 2 to 5 times what the memory allows (libtpu 0.0.42 and
+        0.0.50). Those kernels, and all kernels without cycles, take a roofline.
         """
         c = self.constants
         if work.cycles is not None and work.matmul_flops and c.clock_hz:
             return self._devices * work.cycles / c.clock_hz
         busy = sum(flops / self.rate(dtype) for dtype, flops in work.matmul_flops)
-        busy *= max(1.0, c.least_rows / work.rows)
-        if work.turned_flops and c.turned_flops_per_s:
-            busy *= 1.0 - work.turned_flops / sum(flops for _, flops in work.matmul_flops)
-            busy += work.turned_flops / c.turned_flops_per_s
-        one_by_one = work.unvectorized_flops if c.unvectorized_flops_per_s else 0.0
-        busy += (work.element_flops - one_by_one) / c.element_flops_per_s
-        if one_by_one:
-            busy += one_by_one / c.unvectorized_flops_per_s
-        memory_s = float(self.memory_s(work.bytes, touched))
-        packed = c.shared and work.matmul_flops
-        each = busy + memory_s if packed else max(busy, memory_s)
-        each += self._across_lines_s(work.transposed, work.collided)
-        each += self._degenerate_s(work.degenerate, work.degenerate_across)
-        each += work.patches * c.patch_s
-        return self._devices * (each + c.launch_s)
+        busy += work.element_flops / c.element_flops_per_s
+        return self._devices * (max(busy, float(self.memory_s(work.bytes))) + c.launch_s)
 
     def collective_s(self, one: Collective, mesh: MeshShape) -> float:
         """Seconds of one execution of a collective on a mesh."""
@@ -391,26 +261,20 @@ class CostModel:
         sizes, latencies, per_bytes = links
         latency = float(np.interp(one.group_size, sizes, latencies))
         per_byte = float(np.interp(one.group_size, sizes, per_bytes))
-        turns = one.arrays if self.constants.one_by_one else 1
-        return latency * turns + per_byte * one.bytes
+        return latency + per_byte * one.bytes
 
     def collectives_s(self, collectives: Iterable[Collective], mesh: MeshShape) -> float:
         return sum(self.collective_s(c, mesh) * c.count for c in collectives)
 
 
 class MeshPrices:
-    """The same model for programs compiled for one mesh, as `hlo.timeline` asks it.
+    """The same model for programs compiled for one mesh, as `hlo.timeline` asks it."""
 
-    Args:
-      step_bytes: what a device touches in a step; None for more than the caches hold.
-    """
+    def __init__(self, cost: CostModel, mesh: MeshShape):
+        self._cost, self._mesh = cost, mesh
 
-    def __init__(self, cost: CostModel, mesh: MeshShape, step_bytes: float | None = None):
-        self._cost, self._mesh, self._step_bytes = cost, mesh, step_bytes
-
-    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
-        known = [one for one in (self._step_bytes, turn_bytes) if one is not None]
-        return self._cost.kernel_s(work, min(known, default=None))
+    def kernel_s(self, work: Work) -> float:
+        return self._cost.kernel_s(work)
 
     def collective_s(self, one: Collective) -> float:
         return self._cost.collective_s(one, self._mesh)

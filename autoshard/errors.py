@@ -21,6 +21,10 @@ class JournalError(AutoshardError):
     """A journal that is foreign, newer than this version, in use, or damaged before its end."""
 
 
+class CalibrationError(AutoshardError):
+    """Constants of a target that another version of autoshard wrote."""
+
+
 class PlanError(AutoshardError):
     """A plan file that cannot be read, or that does not belong to this model and target.
 

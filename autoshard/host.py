@@ -1,4 +1,4 @@
-"""What this host is: its processor, and what of cores, memory and mappings this process may use."""
+"""What this host is: its processor, and what of cores and memory this process may use."""
 
 import contextlib
 import os
@@ -117,22 +117,6 @@ def _groups(
             yield folder, version
             if folder == root:
                 break
-
-
-def mappings(proc: pathlib.Path = pathlib.Path("/proc")) -> tuple[int, int] | None:
-    """How many memory mappings this process has, and how many it may have; None: nothing tells.
-
-    The limit is Linux's (vm.max_map_count, kernel documentation, admin-guide/sysctl/vm.rst, 2026).
-
-    Args:
-      proc: where the kernel says so.
-    """
-    try:
-        limit = int((proc / "sys/vm/max_map_count").read_text(encoding="utf-8"))
-        with (proc / "self/maps").open("rb") as lines:
-            return sum(1 for _ in lines), limit
-    except (OSError, ValueError):
-        return None
 
 
 def processor() -> str:

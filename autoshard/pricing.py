@@ -5,15 +5,7 @@ from collections.abc import Callable
 
 from autoshard.calibrations import calibrated
 from autoshard.compat.contexts import without_mesh
-from autoshard.cost import (
-    GATHERS_AT_ONCE,
-    GATHERS_OUTERMOST,
-    MOVES_INVARIANTS,
-    ONE_BY_ONE,
-    SUMS_APART,
-    Constants,
-    CostModel,
-)
+from autoshard.cost import GATHERS_AT_ONCE, SUMS_APART, Constants, CostModel
 from autoshard.network import Network
 from autoshard.precision import precise_rates
 from autoshard.target import Target
@@ -54,9 +46,6 @@ def catalogued(topology: Topology) -> Constants:
         forms_reduce_scatter=True,
         gathers_by_dimension=topology.chip.platform not in GATHERS_AT_ONCE,
         folds_sums=topology.chip.platform not in SUMS_APART,
-        one_by_one=topology.chip.platform in ONE_BY_ONE,
-        gathers_outermost=topology.chip.platform in GATHERS_OUTERMOST,
-        moves_invariants=topology.chip.platform in MOVES_INVARIANTS,
         links=(),
         date="",
         clock_hz=chip.clock_hz.value if chip.clock_hz else 0.0,

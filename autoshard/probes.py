@@ -6,16 +6,12 @@ copies far larger than any cache.
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-PATCHED_FEATURES = 16
-"""Of the probe of patches: no more, for the library takes a convolution of more."""
 
 Run = Callable[[], object]
 """One execution of a program, waited for."""
@@ -54,12 +50,15 @@ def program(
     *shape: int,
     dtype: str = "float32",
     scale: float | None = None,
+    in_place: bool = False,
 ) -> Run:
     """A program on an array of this shape on each device; the array has the devices in front.
 
     Args:
       scale: of random normal numbers, which switch as many transistors as real data do; None fills
         the array with 0.5.
+      in_place: each run overwrites the array and leaves it to the next run. No run waits for the
+        pages of a new array.
     """
     over = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
     whole = (mesh.size, *shape)
@@ -70,39 +69,25 @@ def program(
         return (jax.random.normal(jax.random.key(0), whole, jnp.float32) * scale).astype(dtype)
 
     array = jax.jit(filled, out_shardings=over)()
-    compiled = jax.jit(function, out_shardings=over).lower(array).compile()
-    return lambda: jax.block_until_ready(compiled(array))
+    donated = (0,) if in_place else ()
+    compiled = jax.jit(function, out_shardings=over, donate_argnums=donated).lower(array).compile()
+
+    def run() -> object:
+        nonlocal array
+        result = jax.block_until_ready(compiled(array))
+        if in_place:
+            array = result
+        return result
+
+    return run
 
 
 def on_host(mesh: Mesh) -> dict[str, Probe]:
-    """Probes of the cores that the devices of a fake mesh share.
-
-    Returns:
-      "product", "single rows", "patches" (the elements of these, each multiplied by
-      `PATCHED_FEATURES`), "elements", "unvectorized" and "turned convolution".
-    """
+    """Probes of the cores that the devices of a fake mesh share: "product" and "elements"."""
     side, width = 384, 1 << 18
-    batch, places, channels = 4, 2, 128
-    rows, columns = 1 << 15, (2, 8)
-    lines, images, few = 16, 64, PATCHED_FEATURES
     return {
         "product": Probe(run=program(_products(1), mesh, side, side), amount=2.0 * side**3),
-        "single rows": Probe(
-            run=program(_convolved(lines, images, "VALID"), mesh, images, lines, lines, batch),
-            amount=2.0 * images**2 * lines**2 * batch,
-        ),
-        "patches": Probe(
-            run=program(_convolved(3, few, "SAME"), mesh, batch, lines, lines, few),
-            amount=9.0 * batch * lines**2 * few,
-        ),
         "elements": Probe(run=program(_elements(1), mesh, width), amount=7.0 * width),
-        "unvectorized": Probe(
-            run=program(_updated, mesh, rows, *columns), amount=16.0 * rows * math.prod(columns)
-        ),
-        "turned convolution": Probe(
-            run=program(_convolved(3, channels, "SAME"), mesh, batch, places, places, channels),
-            amount=2.0 * batch * places**4 * channels**2,  # each place meets each
-        ),
     }
 
 
@@ -187,28 +172,6 @@ def _products(times: int) -> Callable[[jax.Array], jax.Array]:
         return y
 
     return chain
-
-
-def _convolved(size: int, features: int, padding: str) -> Callable[[jax.Array], jax.Array]:
-    """Convolves images by a square kernel, on each device by itself (`convolutions`, `rows`)."""
-
-    def convolved(x: jax.Array) -> jax.Array:
-        images = x.reshape(-1, *x.shape[2:])  # of all devices
-        kernel = jnp.full((size, size, x.shape[-1], features), 0.5, x.dtype)
-        dimensions = ("NHWC", "HWIO", "NHWC")
-        made = jax.lax.conv_general_dilated(
-            images, kernel, (1, 1), padding, dimension_numbers=dimensions
-        )
-        return made.reshape(*x.shape[:2], *made.shape[1:])
-
-    return convolved
-
-
-def _updated(x: jax.Array) -> jax.Array:
-    """Sixteen operations on each element, as optimizers do: a step of Adam and one of AdaGrad."""
-    moment, square = x * 0.9 + 0.1, x * 0.99 + x * x * 0.01
-    stepped = x - moment / (jnp.sqrt(square) + 1e-8) * 0.01
-    return stepped - jax.lax.rsqrt(square + 1e-7) * moment * 0.01
 
 
 def _elements(times: int) -> Callable[[jax.Array], jax.Array]:

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.catalogue import catalogue
-from autoshard.cost import FRESH_FROM_BYTES, KINDS, Constants, Correction, CostModel, fit_correction
+from autoshard.cost import (
+    FRESH_FROM_BYTES,
+    KINDS,
+    Constants,
+    Correction,
+    CostModel,
+    MeshPrices,
+    fit_correction,
+)
+from autoshard.errors import CalibrationError
 from autoshard.hlo.work import Work
 from autoshard.pricing import catalogued
 from autoshard.topology import parse_topology
@@ -51,47 +60,65 @@ def test_larger_groups_never_take_less_time(kind: str, a: int, b: int, bytes_: f
     assert collective_s(COST, kind, low, bytes_) <= collective_s(COST, kind, high, bytes_)
 
 
-def test_a_kernel_takes_the_longer_of_arithmetic_and_memory() -> None:
-    launch = CONSTANTS.launch_s
-    assert kernel_s(COST, 1e11, 0, 1, True) == pytest.approx(1.0 + launch)
-    assert kernel_s(COST, 1e10, 0, 1, False) == pytest.approx(1.0 + launch)
-    assert kernel_s(COST, 1e11, 3e10, 2, True) == pytest.approx(2 * (3.0 + launch))
+def of_work(cost: CostModel, flops: float, bytes_: float, contracts: bool) -> float:
+    """Rung 2's price of one kernel."""
+    work = Work(
+        opcode="fusion",
+        name="",
+        matmul_flops=(("f32", flops),) if contracts else (),
+        element_flops=0.0 if contracts else flops,
+        bytes=bytes_,
+    )
+    return cost.kernel_s(work)
 
 
-def test_devices_of_one_host_share_it() -> None:
-    shared = CostModel(dataclasses.replace(CONSTANTS, shared=True))
-    assert kernel_s(shared, 1e9, 0, 1, True) == pytest.approx(8 * kernel_s(COST, 1e9, 0, 1, True))
+@pytest.mark.parametrize(
+    ("flops", "bytes_", "contracts", "seconds"),
+    [
+        (1e11, 3e9, True, 1.0),  # bound by flops
+        (1e10, 3e9, False, 1.0),
+        (1e11, 3e10, True, 3.0),  # bound by bytes
+        (1e10, 3e10, False, 3.0),
+        (0.0, 0.0, False, 0.0),  # the launch alone
+    ],
+)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_kernel_is_a_roofline_and_a_launch_in_both_rungs(
+    flops: float, bytes_: float, contracts: bool, seconds: float, devices: int
+) -> None:
+    """The devices of a shared host take turns, so that their work adds up."""
+    cost = CostModel(dataclasses.replace(CONSTANTS, shared=devices > 1))
+    expected = pytest.approx(devices * (seconds + CONSTANTS.launch_s))
+    assert kernel_s(cost, flops, bytes_, 1, contracts) == expected
+    assert of_work(cost, flops, bytes_, contracts) == expected
+    assert MeshPrices(cost, (("x", devices),)).kernel_s(
+        Work(opcode="copy", name="", bytes=bytes_)
+    ) == pytest.approx(devices * (bytes_ / 1e10 + CONSTANTS.launch_s))
 
 
-def test_on_a_shared_host_a_product_packs_its_operands_and_then_computes() -> None:
-    shared = CostModel(dataclasses.replace(CONSTANTS, shared=True))
-    launch, devices = CONSTANTS.launch_s, CONSTANTS.device_count
-    assert kernel_s(shared, 1e11, 3e10, 1, True) == pytest.approx(devices * (1.0 + 3.0 + launch))
-    assert kernel_s(shared, 1e10, 3e10, 1, False) == pytest.approx(devices * (3.0 + launch))
-    product = Work(opcode="dot", name="", matmul_flops=(("f32", 1e11),), bytes=3e10)
-    assert shared.kernel_s(product) == pytest.approx(devices * (1.0 + 3.0 + launch))
-    assert COST.kernel_s(product) == pytest.approx(3.0 + launch)
+def test_kernels_of_a_step_add_up_as_often_as_they_run() -> None:
+    found = COST.kernels_s(
+        np.array([1e11, 1e10]), np.array([0.0, 3e10]), np.array([2.0, 5.0]), ["f32", ""]
+    )
+    assert found == pytest.approx(2 * 1.0 + 5 * 3.0 + 7 * CONSTANTS.launch_s)
+
+
+def test_products_alone_take_the_compilers_cycles() -> None:
+    cost = CostModel(dataclasses.replace(CONSTANTS, clock_hz=1e9))
+    product = Work(opcode="fusion", name="", matmul_flops=(("f32", 1e11),), bytes=3e10, cycles=7)
+    assert cost.kernel_s(product) == pytest.approx(7e-9)
+    moving = dataclasses.replace(product, matmul_flops=())
+    assert cost.kernel_s(moving) == pytest.approx(3.0 + CONSTANTS.launch_s)
+    assert COST.kernel_s(product) == pytest.approx(3.0 + CONSTANTS.launch_s), "no clock is known"
 
 
 def test_a_block_that_the_allocator_does_not_keep_costs_its_pages() -> None:
     cost = CostModel(dataclasses.replace(CONSTANTS, shared=True, fresh_s_per_byte=1e-9))
     assert cost.fresh_s(FRESH_FROM_BYTES - 1) == 0.0
+    whole = CONSTANTS.device_count * FRESH_FROM_BYTES * 1e-9
+    assert cost.fresh_s(FRESH_FROM_BYTES) == pytest.approx(whole)
     assert cost.fresh_s(1e9) == pytest.approx(CONSTANTS.device_count * 1.0)
     assert COST.fresh_s(1e9) == 0.0, "accelerators keep their memory"
-
-
-def test_a_block_that_may_be_larger_or_smaller_costs_what_is_likely() -> None:
-    cost = CostModel(dataclasses.replace(CONSTANTS, shared=True, fresh_s_per_byte=1e-9))
-    at, between = FRESH_FROM_BYTES, (0.5, 4.0)
-
-    def likely(block: float) -> float:
-        return cost.fresh_s(block, between) / (CONSTANTS.device_count * block * 1e-9)
-
-    assert likely(at / 4.01) == 0.0, "however much more it is, it is kept"
-    assert likely(at / 2) == pytest.approx(1 / 3)
-    assert likely(at - 1) == pytest.approx(likely(at + 1)) == pytest.approx(2 / 3)
-    assert likely(at * 2.01) == pytest.approx(1.0), "however much less it is, it is not"
-    assert cost.fresh_s(0.0, between) == 0.0
 
 
 def test_collectives_are_alpha_beta() -> None:
@@ -111,6 +138,21 @@ def test_constants_go_through_json_with_their_digest() -> None:
     again = Constants.from_json(json.loads(json.dumps(CONSTANTS.to_json())))
     assert again == CONSTANTS and again.digest == CONSTANTS.digest
     assert dataclasses.replace(CONSTANTS, launch_s=2e-6).digest != CONSTANTS.digest
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"array_s": 1e-6, "bandwidths": [[1, 2.0]]}, "array_s, bandwidths"),
+        ({"folds_sums": None}, "folds_sums"),
+    ],
+)
+def test_constants_of_another_version_are_refused_in_one_line(change: dict, named: str) -> None:
+    data = {**CONSTANTS.to_json(), **change}
+    data = {name: value for name, value in data.items() if value is not None}
+    with pytest.raises(CalibrationError, match=rf"differs in {named}: calibrate") as raised:
+        Constants.from_json(data)
+    assert "\n" not in str(raised.value)
 
 
 positive = st.floats(1e-4, 10.0)

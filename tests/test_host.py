@@ -11,7 +11,6 @@ from autoshard.host import (
     cores,
     described,
     machine,
-    mappings,
     memory_bytes,
     processor,
 )
@@ -121,18 +120,3 @@ def test_where_nothing_tells_what_is_left_nothing_is_said(tmp_path: pathlib.Path
 def test_some_memory_is_left_to_this_process() -> None:
     left = available_bytes()
     assert left is not None and 0 < left <= memory_bytes()
-
-
-def test_mappings_and_their_limit_are_the_kernels(tmp_path: pathlib.Path) -> None:
-    assert mappings(tmp_path) is None, "no such kernel"
-    (tmp_path / "sys/vm").mkdir(parents=True)
-    (tmp_path / "self").mkdir()
-    (tmp_path / "sys/vm/max_map_count").write_text("65530\n")
-    (tmp_path / "self/maps").write_text("7f00-7f01 r-xp\n7f01-7f02 rw-p\n")
-    assert mappings(tmp_path) == (2, 65530)
-
-
-@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="needs Linux")
-def test_this_process_has_mappings() -> None:
-    said = mappings()
-    assert said is not None and 0 < said[0] < said[1]

@@ -25,12 +25,9 @@ LAYERS = (
         "convolutions",
         "halos",
         "shifts",
-        "degenerate",
         "host",
         "live_chips",
         "precision",
-        "rows",
-        "vectorization",
     },
     {"program", "target", "journal", "hlo"},
     {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips", "transposes"}

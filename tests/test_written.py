@@ -1,6 +1,5 @@
 """The step as its author wrote it, as a baseline."""
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -11,7 +10,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compat import jaxprs
-from autoshard.cost import CostModel
 from autoshard.layout import Candidate, Layout
 from autoshard.program import trace
 from autoshard.rungs.propagate import Propagator
@@ -22,7 +20,7 @@ from autoshard.trial import Estimate
 from autoshard.workload import Workload
 from tests import programs
 from tests.analysed import (
-    CONSTANTS,
+    COST,
     analyse,
     baseline,
     judge,
@@ -178,10 +176,8 @@ def test_loops_and_keys_in_a_step_as_written_are_judged() -> None:
     )
     assert specs["state['key']"] == () and len(specs["state['w']"]) == 3
     layout = baseline(of.space, "as written")
-    here = dataclasses.replace(CONSTANTS, moves_invariants=True)
     propagator = Propagator(of.analysis_for(layout))
-    for constants in (CONSTANTS, here):
-        assert isinstance(propagator.judge(of.space, layout, CostModel(constants)), Estimate)
+    assert isinstance(propagator.judge(of.space, layout, COST), Estimate)
     assert of.space.written.analysis.invariants != of.analysis.invariants
 
 

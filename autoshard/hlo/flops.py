@@ -132,17 +132,6 @@ def convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, out: Sha
     return product_flops(features * filters * batch * falling, lhs.dtype)
 
 
-def patches_of(instruction: Instruction, computation: Computation) -> int:
-    """Elements of patches that are copied for a convolution of XLA:CPU that no library takes."""
-    if reads_backwards(instruction):
-        return 0
-    lhs, rhs = (_operand(instruction, computation, i) for i in (0, 1))
-    windows, labels = _windows(instruction, lhs, rhs, instruction.shape)
-    batch, features = (lhs.dims[labels[1].index(label)] for label in "bf")
-    groups = _count(instruction, "feature_group_count")
-    return patch_elements(windows, batch, features, groups)
-
-
 def _windows(
     instruction: Instruction, lhs: Shape, rhs: Shape, out: Shape
 ) -> tuple[list[Window], re.Match[str]]:
@@ -169,12 +158,6 @@ def _windows(
             )
         )
     return found, labels
-
-
-def reads_backwards(instruction: Instruction) -> bool:
-    """Whether an instruction is a convolution that was turned around (`convolutions`)."""
-    reversed_ = _window(instruction.attribute("window")).get("rhs_reversal", [])
-    return instruction.opcode == "convolution" and (1,) in reversed_
 
 
 def _count(instruction: Instruction, name: str) -> int:

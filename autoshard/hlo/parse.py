@@ -198,8 +198,7 @@ def _leaves(text: str) -> tuple[Shape, ...]:
     for dtype, dims, layout in _LEAF.findall(text):
         space = _SPACE.search(layout)
         extents = tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)
-        order = tuple(int(d) for d in layout.partition(":")[0].split(",") if d.isdigit())
-        leaves.append(Shape(dtype, extents, int(space[1]) if space else 0, order))
+        leaves.append(Shape(dtype, extents, int(space[1]) if space else 0))
     if not leaves and text.strip("() "):
         raise HloError(f"expected a shape such as f32[8,128]{{1,0}}, got {text[:80]!r}")
     return tuple(leaves)

@@ -26,14 +26,11 @@ class Shape:
       dtype: XLA's name, such as `bf16`; `token` and `opaque` take no bytes.
       dims: extents, major to minor as the program sees them; a bounded dimension has its bound.
       space: the memory space `S(n)` of the layout; 0 is the main memory.
-      minor_to_major: dimensions as they lie in memory, the densest first; () where none are said,
-        which is the last dimension first.
     """
 
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
-    minor_to_major: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:

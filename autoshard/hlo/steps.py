@@ -14,18 +14,12 @@ from autoshard.hlo.flops import (
     ELEMENTWISE,
     TRANSCENDENTAL,
     matmul_flops,
-    patches_of,
     plain_flops,
     precision_of,
-    reads_backwards,
 )
-from autoshard.hlo.loops import vectorizes
-from autoshard.hlo.product_rows import rows_of
 from autoshard.hlo.records import Computation, HloModule, Instruction
 from autoshard.hlo.slices import crossing, mesh_of_slice, rendezvous
-from autoshard.hlo.sums import degenerate_sums
 from autoshard.hlo.traffic import FREE, FREE_CALLS, HOST, Traffic
-from autoshard.hlo.transposes import transposed
 from autoshard.hlo.trips import trip_count
 from autoshard.hlo.work import Work
 from autoshard.layout import MeshShape
@@ -37,21 +31,6 @@ _CYCLES = re.compile(r'"estimated_cycles":"?(-?\d+)')
 _CHAIN = re.compile(r'chain_id="(\w+)"')
 _IS_SYNC = re.compile(r'"is_sync":true')
 _MOVES = frozenset(("copy", "dynamic-slice", "dynamic-update-slice", "slice"))
-_OF_SEVERAL = frozenset(
-    (
-        "convolution",
-        "custom-call",
-        "dot",
-        "dynamic-update-slice",
-        "gather",
-        "reduce",
-        "reduce-window",
-        "scatter",
-        "select-and-scatter",
-        "sort",
-    )
-)
-"""Operations that make an element of several of an operand, or leave most of it as it is."""
 _PASSED_ON = frozenset(("bitcast", "copy", "get-tuple-element", "opt-barrier"))
 _ENDLESS = 1 << 53
 """Cycles no kernel takes: libtpu prints 2**63-1 for a kernel that runs on the sparse core."""
@@ -143,11 +122,7 @@ class _Inside:
         self.elements = 0.0
         self.transcendentals = 0.0
         self.bytes = 0.0
-        self.turned_flops = 0.0
-        self.transposed = 0.0
-        self.collided = 0.0
         self.declared = False
-        self.loops = True  # over its result, each element made of one of each operand
         self.exchanges: list[Exchange] = []
         self.ended: list[str] = []
         self.unmodelled: list[str] = []
@@ -159,11 +134,7 @@ class _Inside:
         self.elements += other.elements
         self.transcendentals += other.transcendentals
         self.bytes += other.bytes
-        self.turned_flops += other.turned_flops
-        self.transposed += other.transposed
-        self.collided += other.collided
         self.declared |= other.declared
-        self.loops &= other.loops
         self.exchanges += other.exchanges
         self.ended += other.ended
         self.unmodelled += other.unmodelled
@@ -282,8 +253,6 @@ class Steps:
             )
             inside.assumptions[said] = None
             cycles = None
-        slow = inside.loops and not vectorizes(instruction)
-        sums = degenerate_sums(instruction, self._module)
         yield Launch(
             work=Work(
                 opcode=opcode,
@@ -291,14 +260,6 @@ class Steps:
                 matmul_flops=tuple(sorted(inside.matmul.items())),
                 element_flops=inside.elements,
                 transcendentals=inside.transcendentals,
-                unvectorized_flops=inside.elements if slow else 0.0,
-                turned_flops=inside.turned_flops,
-                transposed=inside.transposed,
-                collided=inside.collided,
-                degenerate=sums.along,
-                degenerate_across=sums.across,
-                patches=patches_of(instruction, computation) if opcode == "convolution" else 0.0,
-                rows=rows_of(instruction, computation, self._module),
                 bytes=max(inside.bytes, moved) if opcode == "fusion" else inside.bytes or moved,
                 cycles=int(cycles[1]) if cycles else None,
                 declared=inside.declared,
@@ -349,7 +310,6 @@ class Steps:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in FREE:
             return
-        inside.loops &= opcode not in _OF_SEVERAL
         if is_collective(instruction):
             self._add_collective(inside, instruction, computation, fused_from)
             return
@@ -360,12 +320,7 @@ class Steps:
         if flops is not None:
             left = computation.find(instruction.operands[0]).shape.dtype
             inside.add_matmul(multiplied_as(left, *precision_of(instruction)), flops)
-            if reads_backwards(instruction):
-                inside.turned_flops += flops
             return
-        moved, how = transposed(instruction, computation, fused_from is not None)
-        inside.transposed += moved * how.crossed
-        inside.collided += moved * how.crowding
         flops = plain_flops(instruction, computation)
         inside.elements += flops
         if opcode in TRANSCENDENTAL:

@@ -20,13 +20,8 @@ from autoshard.trial import Collective
 class Prices(Protocol):
     """What things cost on a target."""
 
-    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
-        """Seconds of one kernel launch.
-
-        Args:
-          turn_bytes: memory traffic of one turn of the innermost loop that it runs in; None outside
-            of loops.
-        """
+    def kernel_s(self, work: Work) -> float:
+        """Seconds of one kernel launch."""
         ...
 
     def collective_s(self, one: Collective) -> float:
@@ -154,67 +149,45 @@ class _Replay:
     def __init__(self, steps: Steps, prices: Prices) -> None:
         self._steps = steps
         self._prices = prices
-        self._runs: dict[tuple[str, _Behind, float | None], _Clock] = {}
-        self._moved: dict[str, float] = {}
+        self._runs: dict[tuple[str, _Behind], _Clock] = {}
 
-    def run(self, name: str, behind: _Behind, turn_bytes: float | None = None) -> _Clock:
+    def run(self, name: str, behind: _Behind) -> _Clock:
         """The clock at the end of a computation.
 
         Args:
           behind: the queues that it began with.
-          turn_bytes: memory traffic of a turn of the loop that it runs in; None outside of loops.
         """
-        key = name, behind, turn_bytes
+        key = name, behind
         if key not in self._runs:
             clock = _Clock(behind)
             for step in self._steps.of(name):
-                self._take(step, clock, turn_bytes)
+                self._take(step, clock)
             self._runs[key] = clock
         return self._runs[key]
 
-    def _take(self, step: Step, clock: _Clock, turn_bytes: float | None) -> None:
+    def _take(self, step: Step, clock: _Clock) -> None:
         match step:
             case Launch():
-                self._launch(step, clock, turn_bytes)
+                self._launch(step, clock)
             case Wait():
                 clock.wait(step.key)
             case Call():
                 clock.assumptions.update(dict.fromkeys(step.assumptions))
-                clock.follow(self._turn(step.called, clock.behind, turn_bytes))
+                clock.follow(self._turn(step.called, clock.behind))
             case Branch():
                 clock.assumptions.update(dict.fromkeys(step.assumptions))
-                runs = [self.run(name, clock.behind, turn_bytes) for name in step.called]
+                runs = [self.run(name, clock.behind) for name in step.called]
                 clock.follow(max(runs, key=lambda run: run.now_s + max(run.behind)))
             case Loop():
                 clock.assumptions.update(dict.fromkeys(step.assumptions))
-                if step.turns != 1:  # what runs once comes up again with what is around it
-                    turn_bytes = sum(map(self._traffic, step.called))
                 if step.turns:
-                    clock.follow(self._turn(step.called, clock.behind, turn_bytes))
+                    clock.follow(self._turn(step.called, clock.behind))
                 if step.turns > 1:
                     # What the first iteration leaves in the queues, the second one meets: it is
                     # the one that repeats.
-                    clock.follow(self._turn(step.called, clock.behind, turn_bytes), step.turns - 1)
+                    clock.follow(self._turn(step.called, clock.behind), step.turns - 1)
 
-    def _traffic(self, name: str) -> float:
-        """Memory traffic of the kernels of one execution of a computation, bytes."""
-        if name not in self._moved:
-            self._moved[name] = sum(map(self._traffic_of, self._steps.of(name)))
-        return self._moved[name]
-
-    def _traffic_of(self, step: Step) -> float:
-        match step:
-            case Launch():  # a collective has its traffic in its price
-                return 0.0 if step.exchanges else step.work.bytes
-            case Call():
-                return sum(map(self._traffic, step.called))
-            case Branch():
-                return max(map(self._traffic, step.called))
-            case Loop():
-                return sum(map(self._traffic, step.called)) * step.turns
-        return 0.0
-
-    def _launch(self, launch: Launch, clock: _Clock, turn_bytes: float | None) -> None:
+    def _launch(self, launch: Launch, clock: _Clock) -> None:
         work = launch.work
         clock.assumptions.update(dict.fromkeys(launch.assumptions))
         for exchange in launch.exchanges:
@@ -226,7 +199,7 @@ class _Replay:
             work = dataclasses.replace(work, bytes=0.0)
         if launch.scalar:
             return
-        seconds = self._prices.kernel_s(work, turn_bytes)
+        seconds = self._prices.kernel_s(work)
         if launch.copy_key is not None:
             clock.copy(seconds, launch.copy_key)
         else:
@@ -234,9 +207,9 @@ class _Replay:
         for target in launch.unmodelled:
             clock.leave_unmodelled(f"custom call {target}", 1, seconds / len(launch.unmodelled))
 
-    def _turn(self, names: tuple[str, ...], behind: _Behind, turn_bytes: float | None) -> _Clock:
+    def _turn(self, names: tuple[str, ...], behind: _Behind) -> _Clock:
         """Computations one after another."""
         clock = _Clock(behind)
         for name in names:
-            clock.follow(self.run(name, clock.behind, turn_bytes))
+            clock.follow(self.run(name, clock.behind))
         return clock

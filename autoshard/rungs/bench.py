@@ -29,8 +29,14 @@ from autoshard.rungs import numerics
 from autoshard.rungs.executables import keep, kept
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.numerics import NumericsReport, Reference, ReferenceLost, Trajectory
-from autoshard.rungs.residents import Residents
 from autoshard.trial import Failure, Kind, Stage
+
+_MOST_EXECUTABLES = 32
+"""At most so many executables stay in a process, but for those of programs that are loaded.
+
+XLA:CPU maps every kernel of a program into the process. One step took 1140 mappings, another 1800,
+and Linux allows a process 65530.
+"""
 
 
 class Benches(Protocol):
@@ -64,9 +70,6 @@ class Benches(Protocol):
         A sample is the time from calling the program to all its outputs being ready; where steps
         run ahead (`runs_ahead`), from the end of one step to the end of the next.
         """
-
-    def at_hand(self) -> frozenset[str]:
-        """Of which programs the executables are here; others are loaded again when they run."""
 
     def trace(self, name: str, folder: str, steps: int) -> str | Failure:
         """Runs `steps` steps under the profiler; returns the folder, for `traces.read_trace`."""
@@ -124,7 +127,7 @@ class Bench:
         self._initial: tuple[np.ndarray, ...] | None = None
         self._batches: tuple[tuple[np.ndarray, ...], ...] = ()
         self._entries: dict[str, _Entry] = {}
-        self._residents = Residents(self._compile)
+        self._compiled: dict[str, Executable] = {}  # by digest of the module, the oldest first
         self._reference: tuple[str, Reference] | None = None
 
     def set_inputs(
@@ -152,32 +155,27 @@ class Bench:
             self._place(entry)
             return self._executable(entry).memory
         self._entries.pop(name, None)
-        self._residents.drop(module.digest)
+        self._compiled.pop(module.digest, None)
         return caught.expect()
-
-    def resume(self, name: str, module: Module) -> Failure | None:
-        """Has a program as it was amid being measured: loaded, and a step has run.
-
-        One that would drive others out is loaded when it runs.
-        """
-        if not self._residents.has_room(module):
-            self._entries[name] = _Entry(module=module, digest=module.digest)
-            return None
-        loaded = self.load(name, module)
-        ran = loaded if isinstance(loaded, Failure) else self.run(name, 1)
-        return ran if isinstance(ran, Failure) else None
 
     def _entry(self, name: str, module: Module) -> _Entry:
         entry, digest = self._entries.get(name), module.digest
         if entry is None or entry.digest != digest:
             if entry is not None:
-                self._residents.drop(entry.digest)
-            self._residents.get(digest, module)
-            entry = self._entries[name] = _Entry(module=module, digest=digest)
+                self._compiled.pop(entry.digest, None)
+            entry = _Entry(module=module, digest=digest)
+            self._executable(entry)
+            self._entries[name] = entry
         return entry
 
     def _executable(self, entry: _Entry) -> Executable:
-        return self._residents.get(entry.digest, entry.module)
+        if entry.digest not in self._compiled:
+            placed = {other.digest for other in self._entries.values() if other.state is not None}
+            idle = [digest for digest in self._compiled if digest not in placed]
+            for digest in idle[: max(0, len(self._compiled) + 1 - _MOST_EXECUTABLES)]:
+                del self._compiled[digest]
+            self._compiled[entry.digest] = self._compile(entry.module)
+        return self._compiled[entry.digest]
 
     def run(self, name: str, steps: int) -> tuple[float, ...] | Failure:
         entry = self._entries[name]
@@ -186,15 +184,11 @@ class Bench:
         self.unload(name)  # donated arrays are gone
         return caught.expect()
 
-    def at_hand(self) -> frozenset[str]:
-        entries = self._entries.items()
-        return frozenset(name for name, entry in entries if entry.digest in self._residents)
-
     def trace(self, name: str, folder: str, steps: int) -> str | Failure:
         entry = self._entries[name]
         # A profiler may run already, of the user's own; the disk may be full.
         with _Catching(RuntimeError, OSError) as caught:
-            self._warm(entry)
+            self._place(entry)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
             with jax.profiler.trace(folder, profiler_options=options), _no_garbage_collection():
@@ -259,14 +253,8 @@ class Bench:
             metrics.append(tuple(_copies(array) for array in outputs[count:]))
         return Trajectory(state=tuple(_copies(array) for array in arrays), metrics=tuple(metrics))
 
-    def _warm(self, entry: _Entry) -> None:
-        """Its arrays are placed; an executable that had gone is back, and has run one step."""
-        if entry.digest not in self._residents:
-            jax.block_until_ready(self._step(entry))
-        self._place(entry)
-
     def _run(self, entry: _Entry, steps: int) -> tuple[float, ...]:
-        self._warm(entry)
+        self._place(entry)
         with _no_garbage_collection():
             if not _ahead(entry):
                 return self._waiting(entry, steps)

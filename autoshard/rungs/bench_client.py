@@ -78,12 +78,6 @@ class ChildBench:
             return failure
         return self._costing(name, self._call(_run, name, steps))
 
-    def at_hand(self) -> frozenset[str]:
-        if self._ready() is not None:
-            return frozenset()
-        found = self._call(_at_hand)
-        return frozenset() if isinstance(found, Failure) else found
-
     def trace(self, name: str, folder: str, steps: int) -> str | Failure:
         if (failure := self._on(name)) is not None:
             return failure
@@ -91,7 +85,7 @@ class ChildBench:
         return self._costing(name, self._call(_trace, name, where, steps))
 
     def unload(self, name: str) -> None:
-        """Frees the arrays of a program. Its executable stays, see `residents`."""
+        """Frees the arrays of a program."""
         self._lost.pop(name, None)
         self._wanted.pop(name, None)
         if self._worker.pid is not None and self._starts == self._worker.starts:
@@ -127,10 +121,7 @@ class ChildBench:
         return self._costing(name, self._call(_finite, name, steps))
 
     def renew(self) -> None:
-        """Ends the child; the next call starts another, with what is loaded in this one.
-
-        Of executables that do not all stay in a process (`residents`) with as many as do.
-        """
+        """Ends the child; the next call starts another, with what is loaded in this one."""
         self._worker.close()
 
     def close(self) -> None:
@@ -164,7 +155,7 @@ class ChildBench:
             self._is_set = True
             self._starts = self._worker.starts
             for name, module in list(self._wanted.items()):
-                lost = self._call(_resume, name, module)
+                lost = self._call(_load_again, name, module)
                 if lost is not None:
                     self._lost[name] = lost
                     self._wanted.pop(name, None)
@@ -211,16 +202,15 @@ def _load(name: str, module: Module) -> MemoryUse | Failure:
     return _here().load(name, module)
 
 
-def _resume(name: str, module: Module) -> Failure | None:
-    return _here().resume(name, module)
+def _load_again(name: str, module: Module) -> Failure | None:
+    """Loads a program and runs one step, since the first step in a process takes longer."""
+    loaded = _here().load(name, module)
+    ran = loaded if isinstance(loaded, Failure) else _here().run(name, 1)
+    return ran if isinstance(ran, Failure) else None
 
 
 def _run(name: str, steps: int) -> tuple[float, ...] | Failure:
     return _here().run(name, steps)
-
-
-def _at_hand() -> frozenset[str]:
-    return _here().at_hand()
 
 
 def _trace(name: str, folder: str, steps: int) -> str | Failure:

@@ -17,14 +17,12 @@ def estimate_of(module: Module, compiled: CompileResult, cost: CostModel) -> Est
     parsed = hlo.parse(compiled.hlo_text)
     counts = hlo.count(parsed, module.mesh)
     memory = compiled.memory
-    made_bytes = memory.outputs_bytes - memory.aliased_bytes
-    step_bytes = memory.arguments_bytes + memory.temporaries_bytes + made_bytes
-    line = timeline(parsed, module.mesh, MeshPrices(cost, module.mesh, step_bytes))
+    line = timeline(parsed, module.mesh, MeshPrices(cost, module.mesh))
     time_s, compute_s, communication_s = line.total_s, line.compute_s, line.communication_s
     exposed_s = line.exposed_s
     if cost.constants.shared:
         # The devices of a fake mesh take turns on the host's cores: nothing overlaps.
-        compute_s += cost.fresh_s(memory.temporaries_bytes) + cost.handing_s(len(module.inputs))
+        compute_s += cost.fresh_s(memory.temporaries_bytes)
         time_s, exposed_s = compute_s + communication_s, communication_s
     sizes = dict(module.mesh)
     state_bytes = 0

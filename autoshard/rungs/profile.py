@@ -104,7 +104,6 @@ def judge(
         load=load,
         unload=bench.unload,
         renew=bench.renew,
-        at_hand=bench.at_hand,
         footprints={f.name: f.footprint for f in racing},
         memory_bytes=memory_bytes,
     )

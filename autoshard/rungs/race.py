@@ -158,10 +158,8 @@ def race(
     load: Callable[[str], object] = lambda name: None,
     unload: Callable[[str], None] = lambda name: None,
     renew: Callable[[], object] | None = None,
-    at_hand: Callable[[], Collection[str]] = lambda: (),
     footprints: Mapping[str, Footprint] | None = None,
     memory_bytes: int | None = None,
-    on_round: Callable[[Sequence[Runner]], object] = lambda runners: None,
 ) -> RaceResult:
     """Races candidates until one is left, the leaders tie, or time is up.
 
@@ -174,13 +172,9 @@ def race(
       load, unload: make a candidate ready to run and free its memory. `load` may return or raise a
         failure too. After each load one step runs unrecorded. What is loaded stays so at the end.
       renew: goes over to a new process with what is loaded; None where that cannot be.
-      at_hand: which candidates run without more ado, asked in each round; these run first, in the
-        round's order, as the others may drive them out (`residents`). Where some of a block are
-        not, these run a step unrecorded, as those do that are loaded again.
       footprints, memory_bytes: what each candidate takes, and what there is on a device. Where all
         do not fit, each round runs them in blocks that do, with `settings.block_steps` steps a
         turn.
-      on_round: told after each round what there is by then, in the order of `names`.
     """
     lanes = {name: _Lane(name) for name in names}
     if len(lanes) != len(names):
@@ -196,8 +190,6 @@ def race(
             settings,
             should_stop,
             renew,
-            at_hand,
-            on_round,
         )
     except KeyboardInterrupt:
         ended = INTERRUPTED  # who asked goes on with what there is, and raises it again
@@ -217,8 +209,6 @@ def _rounds(
     settings: RaceSettings,
     should_stop: Callable[[], bool],
     renew: Callable[[], object] | None,
-    at_hand: Callable[[], Collection[str]],
-    on_round: Callable[[Sequence[Runner]], object],
 ) -> str:
     """Runs rounds, each with a number of its own, until the race has ended; how it did."""
     steps = 1
@@ -243,18 +233,15 @@ def _rounds(
         try:
             for block in blocks:
                 track.enter(block, round_)
-                ready = at_hand()
-                some_load = not all(lane.name in ready for lane in block)
-                for lane in sorted(block, key=lambda lane: lane.name not in ready):
+                for lane in block:
                     if lane.dropped is None:
-                        track.turn(lane, turn, round_, some_load and lane.name in ready)
+                        track.turn(lane, turn, round_)
         except WorkerError as error:  # that says nothing of the lanes
             ended = str(error)
         round_ += 1
         alive = [lane for lane in alive if lane.dropped is None]
         if ended:
             break
-        on_round([lane.frozen() for lane in lanes.values()])
         if alive:
             shortest = min(min(lane.samples_s) for lane in alive)
             steps = min(settings.max_steps, max(1, math.ceil(settings.min_turn_s / shortest)))
@@ -313,14 +300,13 @@ class _Track:
         taken = [self._footprints.get(name, Footprint()) for name in names]
         return sum(t.held for t in taken) + max(t.running for t in taken) <= self._limit
 
-    def turn(self, lane: _Lane, steps: int, round_: int, warm_up: bool) -> None:
-        samples = self._guarded(self._run, lane.name, steps + warm_up)
+    def turn(self, lane: _Lane, steps: int, round_: int) -> None:
+        samples = self._guarded(self._run, lane.name, steps)
         if isinstance(samples, Failure):
             self._fail(lane, samples, round_)
         else:
-            counted = samples[warm_up:]  # type: ignore[index]
-            lane.samples_s += counted
-            lane.rounds += [round_] * len(counted)
+            lane.samples_s += samples  # type: ignore[arg-type]
+            lane.rounds += [round_] * (len(lane.samples_s) - len(lane.rounds))
 
     def leave(self, lane: _Lane) -> None:
         if lane.name in self._loaded:

@@ -45,7 +45,7 @@ def test_members_inside_of_a_slice_are_places_of_the_whole_mesh() -> None:
 
 def test_kernels_wait_for_what_other_slices_send() -> None:
     class Prices:
-        def kernel_s(self, work, turn_bytes) -> float:
+        def kernel_s(self, work) -> float:
             return 0.0
 
         def collective_s(self, one) -> float:

@@ -38,7 +38,7 @@ class Roofline:
     link_bytes_per_s: float = 400e9
     clock_hz: float = 0.0
 
-    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
+    def kernel_s(self, work: Work) -> float:
         if work.cycles is not None and self.clock_hz:
             return work.cycles / self.clock_hz
         matmul = sum(flops for _, flops in work.matmul_flops) / self.peak_flops_per_s

@@ -14,7 +14,7 @@ AXES = (("a", 2), ("b", 4))
 class Told:
     """Prices that the text tells: kernels by their cycles, collectives by their op_name."""
 
-    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
+    def kernel_s(self, work: Work) -> float:
         return float(work.cycles or 0)
 
     def collective_s(self, one: Collective) -> float:
@@ -210,7 +210,7 @@ def test_a_conditional_takes_its_slowest_branch_and_says_so():
 class Bytes(Told):
     """A second a byte, or a floating-point operation where there are more of them."""
 
-    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
+    def kernel_s(self, work: Work) -> float:
         return max(work.bytes, sum(f for _, f in work.matmul_flops) + work.element_flops)
 
 
@@ -244,7 +244,7 @@ def test_cycles_that_cannot_be_are_ignored_and_named(cycles):
 
     @dataclasses.dataclass
     class Seeing(Told):
-        def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
+        def kernel_s(self, work: Work) -> float:
             seen.append(work)
             return 1.0
 
@@ -291,7 +291,7 @@ def test_what_moves_to_the_host_overlaps_and_is_named(line):
 class Launches(Told):
     """A second a launch."""
 
-    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
+    def kernel_s(self, work: Work) -> float:
         return 1.0
 
 
@@ -375,53 +375,3 @@ def test_what_is_fused_with_a_collective_adds_its_operations_and_no_traffic():
 """
     found = replay(fusion("f", "fused"), others=fused, prices=Bytes())
     assert seconds(found) == (7 + 128, 128, 7, 7)
-
-
-class Turns(Told):
-    """Remembers what kernels are told of their loop."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, float | None] = {}
-
-    def kernel_s(self, work: Work, turn_bytes: float | None) -> float:
-        self.seen[work.opcode] = turn_bytes
-        return 1.0
-
-
-def test_kernels_of_a_loop_know_what_one_turn_moves():
-    prices = Turns()
-    body = "  %n = f32[16,8]{1,0} negate(%p)\n  %c = f32[16,8]{1,0} cosine(%n)"
-    replay("  %t = f32[16,8]{1,0} tanh(%p)", RUN_LOOP, others=loop(body), prices=prices)
-    assert prices.seen["tanh"] is None
-    of_turn = 2 * 2 * 512  # two kernels read and write; the counter is a few bytes more
-    assert prices.seen["negate"] == prices.seen["cosine"] == pytest.approx(of_turn, abs=32)
-    # What runs once comes up again with the step; sent arrays are not of the kernels.
-    replay(RUN_LOOP, others=loop(body, trips=1), prices=prices)
-    assert prices.seen["negate"] is None
-    replay(RUN_LOOP, others=loop(body, direction="NE", trips=-3), prices=prices)
-    assert prices.seen["negate"] is None, "a loop of unknown length is counted once"
-    replay(RUN_LOOP, others=loop(body, reduce("r", 1)), prices=prices)
-    assert prices.seen["negate"] == pytest.approx(of_turn, abs=32)
-
-
-def test_kernels_of_nested_loops_know_the_turn_of_the_inner_one():
-    prices = Turns()
-    inner = loop("  %n = f32[16,8]{1,0} negate(%p)", trips=3)
-    inner = inner.replace("%body", "%inner").replace("%cond", "%until")
-    run_inner = RUN_LOOP.replace("%body", "%inner").replace("%cond", "%until")
-    run_inner = run_inner.replace("%zero", "%z").replace("%init", "%given").replace("%w", "%v")
-    outer = loop(run_inner, "  %c = f32[16,8]{1,0} cosine(%p)")
-    replay(RUN_LOOP, "  %n = f32[16,8]{1,0} sine(%p)", others=inner + outer, prices=prices)
-    assert prices.seen["negate"] == pytest.approx(2 * 512, abs=32)
-    assert prices.seen["cosine"] == pytest.approx((3 + 1) * 2 * 512, abs=128)
-    assert prices.seen["sine"] is None
-    called = loop("  %k = f32[16,8]{1,0} call(%p), to_apply=%one")
-    one = (
-        "%one (p: f32[16,8]) -> f32[16,8] {\n  %p = f32[16,8]{1,0} parameter(0)\n"
-        "  ROOT %t = f32[16,8]{1,0} tanh(%p)\n}\n\n"
-    )
-    again = "  %k = f32[16,8]{1,0} call(%p), to_apply=%one"
-    replay(RUN_LOOP, others=one + called, prices=prices)
-    assert prices.seen["tanh"] == pytest.approx(2 * 512, abs=32)
-    replay(RUN_LOOP, again, others=one + called, prices=prices)
-    assert prices.seen["tanh"] is None, "the same computation, called outside of the loop"

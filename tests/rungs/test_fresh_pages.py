@@ -51,20 +51,3 @@ def test_rung_2_knows_the_block_from_the_compiler(block):
     expected = FRESH.fresh_s(block)
     assert (expected > 0) == (block == FRESH_FROM_BYTES)
     assert fresh.time_s - kept.time_s == pytest.approx(expected)
-
-
-def test_every_array_of_a_step_costs_the_host_time():
-    cost = CostModel(dataclasses.replace(KEPT.constants, array_s=1e-3))
-    of = analyse(workloads.mlp(width=1 << 14))
-    layout = baseline(of.space, "FSDP")
-    without, judged = (propagator(of.analysis).judge(of.space, layout, c) for c in (KEPT, cost))
-    assert judged.compute_s - without.compute_s == pytest.approx(
-        8 * 1e-3 * len(of.analysis.program.inputs)
-    )
-    module = lowered.train_module()
-    executable = compile_module(module, jax.devices()[: module.device_count])
-    result = CompileResult(
-        memory=executable.memory, hlo_text=executable.hlo_text, warnings=(), elapsed_s=0.0
-    )
-    without, found = (estimate_of(module, result, c) for c in (KEPT, cost))
-    assert found.time_s - without.time_s == pytest.approx(8 * 1e-3 * len(module.inputs))

@@ -41,9 +41,6 @@ class Pretended:
         self.loaded.add(name)
         return None
 
-    def at_hand(self):
-        return self.loaded
-
     def unload(self, name):
         self.loaded.discard(name)
 

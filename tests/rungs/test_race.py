@@ -121,34 +121,6 @@ def test_each_round_runs_every_survivor_once_in_changing_order():
     assert len({tuple(round_) for round_ in rounds}) > 1
 
 
-def test_who_is_at_hand_runs_first():
-    """Of six programs a process keeps the two used last: in each round the others are loaded."""
-    names, kept, loads, order = list("abcdef"), [], [], []
-
-    def run(name, steps):
-        """A first step takes longer; who is loaded runs one more that is not in the samples."""
-        first = (0.2,)
-        if name in kept:
-            kept.remove(name)
-        else:
-            loads.append(name)
-            first = (0.1,)
-        kept[:] = [*kept, name][-2:]
-        order.append(name)
-        return (*first, *(0.1,) * (steps - 1))
-
-    settings = RaceSettings(min_rounds=21, max_rounds=20)
-    result = race(names, run, seed=0, settings=settings, at_hand=lambda: set(kept))
-    assert all(set(runner.samples_s) == {0.1} for runner in result.runners), "all warm alike"
-    assert all(runner.rounds == tuple(range(20)) for runner in result.runners)
-    rounds = [tuple(order[i : i + 6]) for i in range(6, len(order), 6)]
-    assert all(sorted(round_) == names for round_ in rounds)
-    assert len(loads) == 6 + 20 * 4
-    firsts = {name: sum(name in round_[:2] for round_ in rounds) for name in names}
-    assert all(4 <= count <= 10 for count in firsts.values()), firsts
-    assert len(set(rounds)) > 15, "the order is still of chance"
-
-
 def test_nobody_is_dropped_on_fewer_than_five_rounds():
     machine = Machine({"a": 0.1, "b": 0.19}, noise=1e-6)
     result = race(["a", "b"], machine.run, seed=0)

@@ -24,13 +24,7 @@ from tests.hardware import needs
 from tests.programs import normal, shaped, train
 
 EMBED, HIDDEN, LENGTH, BATCH = 128, 64, 16, 32
-CPU = CostModel(
-    dataclasses.replace(
-        CONSTANTS,
-        forms_reduce_scatter=False,
-        folds_sums=False,
-    )
-)
+CPU = CostModel(dataclasses.replace(CONSTANTS, forms_reduce_scatter=False, folds_sums=False))
 
 
 def dense(*, bias: bool) -> Workload:
@@ -204,15 +198,12 @@ def payloads(collectives: tuple[Collective, ...]) -> list[int]:
 
 
 def test_every_array_of_a_combined_sum_counts() -> None:
-    """XLA:CPU makes one operation of all sums, and sends its arrays one after another."""
+    """XLA:CPU makes one operation of all sums."""
     of = analyse(stacked())
     layout = of.space.layout((("x", 8),), {"batch": X}, {})
     predicted, (one,) = judged(of, layout, CPU), compiled(of, layout)
     assert one.arrays == len(predicted) == 7  # the gradients, and the loss
     assert one.bytes == sum(c.bytes for c in predicted) == 6 * EMBED * HIDDEN * 4 + 4
-    seconds = [CPU.collectives_s(found, layout.mesh) for found in (predicted, (one,))]
-    assert seconds[0] == pytest.approx(seconds[1])
-    assert seconds[0] > 7 * CONSTANTS.links[0].latency_s
 
 
 def test_sums_that_need_each_other() -> None:
