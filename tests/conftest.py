@@ -8,7 +8,7 @@ import hypothesis
 import jax
 import pytest
 
-from autoshard import cache_lines, calibrate
+from autoshard import calibrate
 from autoshard.compat.tracers import origins_unsaid
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -31,16 +31,6 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 
 def _on_gpus(config: pytest.Config) -> bool:
     return config.getoption("markexpr") == "gpu"
-
-
-@pytest.fixture
-def no_line_is_kept(monkeypatch):
-    """A cache too small for any lines: each element that leaves its line counts as one."""
-    cache_lines.lines_read.cache_clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(cache_lines, "WAYS", 0)
-        yield
-    cache_lines.lines_read.cache_clear()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,17 +21,13 @@ LAYERS = (
         "catalogue",
         "topology",
         "subaxes",
-        "cache_lines",
-        "convolutions",
-        "halos",
-        "shifts",
+        "windows",
         "host",
         "live_chips",
         "precision",
     },
     {"program", "target", "journal", "hlo"},
-    {"flow", "sites", "axes", "operations", "fusion", "kernels", "buffers", "trips", "transposes"}
-    | {"library", "pooling"}
+    {"flow", "sites", "axes"}
     | {
         "siting",
         "rewrite",
@@ -46,8 +42,6 @@ LAYERS = (
         "partitioned",
     }
     | {
-        "constraints",
-        "lowering",
         "cost",
         "calibrate",
         "calibrations",
@@ -55,7 +49,7 @@ LAYERS = (
         "network",
         "pricing",
     },
-    {"rungs", "strategy", "promote"},
+    {"constraints", "lowering", "rungs", "strategy", "promote"},
     {"driver"},
     {
         "subjects",

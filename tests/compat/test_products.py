@@ -15,7 +15,14 @@ from autoshard.workload import Workload
 from tests.analysed import analyse
 from tests.hardware import needs
 from tests.programs import normal, shaped, train
-from tests.rungs.propagate.test_spmd_collectives import CPU, MESH, compiled, compiled_elsewhere, judged, sums
+from tests.rungs.propagate.test_spmd_collectives import (
+    CPU,
+    MESH,
+    compiled,
+    compiled_elsewhere,
+    judged,
+    sums,
+)
 
 ROWS, WIDTH, HIDDEN, OUT = 16, 128, 64, 96
 UP, INNER, DOWN = f"up[0]:{WIDTH}", f"up[1]:{HIDDEN}", f"down[1]:{OUT}"

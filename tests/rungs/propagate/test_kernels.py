@@ -1,6 +1,5 @@
 """Kernels read from a module: operations, trip counts, live ranges, against counts by hand."""
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -9,14 +8,12 @@ import numpy as np
 import pytest
 
 from autoshard import lowering
-from autoshard.cost import CostModel
 from autoshard.driver import Subject
 from autoshard.layout import Layout
 from autoshard.rungs.propagate import Propagator
 from autoshard.workload import Workload
 from tests import programs
 from tests.analysed import (
-    CONSTANTS,
     analyse,
     baseline,
     judge,
@@ -357,7 +354,9 @@ def test_a_product_keeps_its_precision(precision: jax.lax.PrecisionLike, dtype: 
     def step(w, x):
         return w, jnp.sum(jax.lax.dot(x, w, precision=precision))
 
-    assert set(propagator_of_step(step, shaped(8, 8), shaped(16, 8)).kernels.dtypes) - {""} == {dtype}
+    assert set(propagator_of_step(step, shaped(8, 8), shaped(16, 8)).kernels.dtypes) - {""} == {
+        dtype
+    }
 
 
 def test_a_convolution_keeps_its_precision_and_bf16_has_one() -> None:
