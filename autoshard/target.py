@@ -18,7 +18,8 @@ from autoshard.compat.jaxprs import abstract_mesh
 from autoshard.compat.platforms import lowering_platform
 from autoshard.errors import TargetError
 from autoshard.live_chips import chip_of_kind
-from autoshard.topology import Position, Topology, parse_topology
+from autoshard.positions import Position
+from autoshard.topology import Topology, parse_topology
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

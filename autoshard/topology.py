@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from autoshard.catalogue import Chip, Link
 from autoshard.catalogue.listing import examples
 from autoshard.errors import TargetError
+from autoshard.positions import Position
 
 MAX_DEVICES = 65536
 """More than any machine has; a slip of the pen should not fill the memory."""
@@ -28,24 +29,6 @@ _LONGEST = 200
 _NAME = re.compile(r"(?P<chip>[^:*\s]+):(?P<shape>[^:*\s]+)(?:\*(?P<slices>[^:*\s]+))?")
 _Fail = Callable[[str, str], TargetError]
 _EXTENT = re.compile(r"[0-9]+")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """Where a device stands.
-
-    Attributes:
-      slice: index of the slice; 0 where there is one.
-      host: index of the host, over all slices.
-      coords: TPU: of the chip in the torus of its slice, one for each extent of the shape; GPU:
-        (host in the slice, device in the host).
-      core: index among the JAX devices of the chip.
-    """
-
-    slice: int
-    host: int
-    coords: tuple[int, ...]
-    core: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,20 +162,6 @@ def _positions(topology: Topology) -> tuple[Position, ...]:
 def _grid(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """All coordinates in a shape, the first dimension fastest."""
     return (point[::-1] for point in itertools.product(*map(range, shape[::-1])))
-
-
-def over_slices(slices: int, sizes: Sequence[int]) -> list[int]:
-    """How many slices each mesh axis runs over: the first axes take what divides them.
-
-    >>> over_slices(4, (2, 6, 8))
-    [2, 2, 1]
-    """
-    found = []
-    for size in sizes:
-        part = math.gcd(slices, size)
-        found.append(part)
-        slices //= part
-    return found
 
 
 def parse_topology(name: str, chips: Mapping[str, Chip]) -> Topology:

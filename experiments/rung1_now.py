@@ -22,7 +22,6 @@ from experiments.zoo.cases import case
 
 _FREE_TRAFFIC: Mapping[str, Any] = {
     "bandwidth_bytes_per_s": 1e30,
-    "bandwidths": (),
     "fresh_s_per_byte": 0.0,
 }
 """Constants by which memory traffic and fresh pages take no time."""
@@ -42,11 +41,11 @@ def predictions(sample: Sample, zero_bytes: bool = False) -> list[Parts]:
     target = find_target(jax.devices()[: sample.devices])
     subject = make_subject(_traced(sample.case), target, "free", None)
     cost = CostModel(constants_of(sample.constants, zero_bytes))
+    propagator_of = functools.cache(Propagator)  # the annotated step has an analysis of its own
     found = []
     for program in sample.programs:
         layout = Candidate.from_json(program["candidate"]).layout
-        propagator = Propagator(subject.analysis_for(layout))
-        said = propagator.judge(subject.space, layout, cost)
+        said = propagator_of(subject.analysis_for(layout)).judge(subject.space, layout, cost)
         if not isinstance(said, Estimate):
             raise ValueError(f"{sample.name}: rung 1 refuses {program['name']}: {said.message}")
         found.append(Parts(said.compute_s, said.communication_s))

@@ -27,9 +27,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import app, flags
-from scipy.stats import kendalltau
+from scipy.stats import kendalltau  # type: ignore[import-untyped]
 
 from autoshard import Workload
+from autoshard.driver import Subject
 from autoshard.layout import Candidate
 from autoshard.lowering import lower_step
 from autoshard.pricing import cost_model
@@ -39,7 +40,7 @@ from autoshard.rungs.compile import estimate_of
 from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
 from autoshard.rungs.propagate import Propagator
 from autoshard.strategy import baselines
-from autoshard.subjects import Subject, make_subject
+from autoshard.subjects import make_subject
 from autoshard.target import Target, find_target
 from autoshard.trial import Estimate
 from experiments import pod_tasks
@@ -165,10 +166,10 @@ def drawn(subject: Subject, count: int) -> Iterator[Candidate]:
         seen.add(candidate)
         yield candidate
     while len(seen) < count:
-        candidate = subject.space.sample(rng)
-        if candidate not in seen:
-            seen.add(candidate)
-            yield candidate
+        draw = subject.space.sample(rng)
+        if draw is not None and draw not in seen:
+            seen.add(draw)
+            yield draw
 
 
 def compiled(name: str, target_name: str, count: int) -> dict[str, Any]:

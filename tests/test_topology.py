@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autoshard.catalogue import catalogue
 from autoshard.errors import TargetError
-from autoshard.topology import MAX_DEVICES, Position, at_least, parse_topology
+from autoshard.positions import Position
+from autoshard.topology import MAX_DEVICES, at_least, parse_topology
 from tests import hardware
 
 CHIPS = catalogue()

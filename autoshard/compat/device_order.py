@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from autoshard.errors import TargetError
-from autoshard.topology import Position, over_slices
+from autoshard.positions import Position, over_slices
 
 _KINDS = {"TPU v5": "TPU v5p", "TPU v5e": "TPU v5 lite", "TPU v6e": "TPU v6 lite"}
 

@@ -2,10 +2,6 @@
 
 from autoshard.hlo.counts import HloCounts as HloCounts
 from autoshard.hlo.counts import count as count
-from autoshard.hlo.groups import Groups as Groups
-from autoshard.hlo.groups import axes_of_groups as axes_of_groups
-from autoshard.hlo.groups import axes_of_pairs as axes_of_pairs
-from autoshard.hlo.groups import groups_of_axes as groups_of_axes
 from autoshard.hlo.groups import parse_groups as parse_groups
 from autoshard.hlo.groups import parse_pairs as parse_pairs
 from autoshard.hlo.parse import parse as parse

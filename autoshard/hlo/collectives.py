@@ -7,12 +7,8 @@ way; only the fusion with the custom call `AsyncCollectiveStart` is counted.
 
 from collections.abc import Mapping, Sequence
 
-from autoshard.hlo.groups import (
-    parse_groups,
-    parse_pairs,
-    partners_in_groups,
-    partners_in_pairs,
-)
+from autoshard.groups import partners_in_groups, partners_in_pairs
+from autoshard.hlo.groups import parse_groups, parse_pairs
 from autoshard.hlo.records import Computation, HloError, HloModule, Instruction
 from autoshard.layout import MeshShape
 from autoshard.trial import Collective

@@ -10,8 +10,8 @@ import re
 
 from autoshard.hlo.records import Computation, HloError, HloModule, Instruction
 from autoshard.layout import MeshShape
+from autoshard.positions import over_slices
 from autoshard.subaxes import named_part, ways
-from autoshard.topology import over_slices
 from autoshard.trial import Collective
 
 _TYPE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')

@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.hlo import (
-    HloError,
-    axes_of_groups,
-    axes_of_pairs,
-    groups_of_axes,
-    parse_groups,
-    parse_pairs,
-)
+from autoshard.groups import axes_of_groups, axes_of_pairs, groups_of_axes
+from autoshard.hlo import HloError, parse_groups, parse_pairs
 from autoshard.network import Network
 from autoshard.subaxes import places_of_axes
 from tests import hardware

@@ -1,6 +1,6 @@
 """The collectives of the user's own manual regions (`shard_map`)."""
 
-from autoshard.hlo.groups import groups_of_axes, partners_in_groups, partners_in_pairs
+from autoshard.groups import groups_of_axes, partners_in_groups, partners_in_pairs
 from autoshard.layout import MeshShape
 from autoshard.rungs.propagate.local_shapes import LocalShapes
 from autoshard.rungs.propagate.operations import ManualSend
