@@ -74,20 +74,3 @@ def test_parts_that_are_not_even_are_sent_as_long_as_the_longest() -> None:
     layout = Layout(mesh=(("x", 8),), compute=((f"w[1]:{3 * HIDDEN}", ("x",)),))
     found = shifted(judged(of, layout, CPU))
     assert found == shifted(compiled(of, layout)) != {}
-
-
-def test_what_a_loop_does_not_change_is_moved_once() -> None:
-    def loss(params, batch):  # type: ignore[no-untyped-def]
-        given = jax.lax.stop_gradient(batch["x"] @ params["w"])  # JAX moves what it differentiates
-
-        def turn(h, _):  # type: ignore[no-untyped-def]
-            return jnp.tanh(h + given[:, :HIDDEN]) * given[:, HIDDEN : 2 * HIDDEN], None
-
-        last, _ = jax.lax.scan(turn, jnp.zeros((BATCH, HIDDEN)), length=TIME)
-        return jnp.mean((last - batch["y"]) ** 2)
-
-    batch = {"x": shaped(BATCH, EMBED), "y": shaped(BATCH, HIDDEN)}
-    of = analyse(train(loss, lambda: {"w": normal(0, EMBED, 3 * HIDDEN)}, batch))
-    layout = Layout(mesh=(("x", 8),), compute=((COLUMNS, ("x",)),))
-    found = shifted(judged(of, layout, CPU))
-    assert found == shifted(compiled(of, layout))
