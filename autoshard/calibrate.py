@@ -49,7 +49,7 @@ _TOUCHED_BYTES = 256 << 20
 _FEW_TURNS, _MANY_TURNS = 2, 6
 _TINY = 64  # products in the probe of fixed costs, each with one scaling after it
 _BUSY_DEVICES = 8  # at most, in the probes of memory: on all of a large mesh these take gigabytes
-_SMALL, _LARGE = 2048, 1 << 18  # float32 elements on one device of a fake mesh
+_SMALL, _LARGE = 2048, 1 << 17  # float32 elements on one device of a fake mesh
 _LARGEST = 1 << 24  # on an accelerator, whose links move 1 MiB in the time of a dispatch
 
 

@@ -80,3 +80,11 @@ def test_amounts_are_those_of_the_programs():
     assert found["elements"].amount == 4 * 7 * 256
     assert found["copy"].amount == 8 * (1 << 15)
     assert all(np.isfinite(np.asarray(probe.run(), dtype=float)).all() for probe in found.values())
+
+
+@pytest.mark.parametrize(("in_place", "second"), [(True, 2.5), (False, 1.5)])
+def test_a_program_in_place_takes_what_its_last_run_left(in_place, second):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    run = probes.program(lambda x: x + 1.0, mesh, 4, in_place=in_place)
+    run()
+    np.testing.assert_array_equal(np.asarray(run()), np.full((2, 4), second, np.float32))

@@ -357,6 +357,28 @@ def test_loading_again_starts_again_and_compiles_once(bench, monkeypatch):
     assert int(bench._entries["data"].state[2]) == 0, "the optimizer's count"
 
 
+def test_a_process_keeps_few_executables_and_all_of_what_is_loaded(monkeypatch):
+    monkeypatch.setattr(bench_file, "_MOST_EXECUTABLES", 2)
+    compiled = []
+    make = bench_file.compile_module
+    monkeypatch.setattr(bench_file, "compile_module", lambda m, d: compiled.append(m) or make(m, d))
+    programs = {
+        name: lowered.train_module(mesh, spec=P())
+        for name, mesh in (("eight", DATA), ("four", (("data", 4),)), ("two", (("data", 2),)))
+    }
+    bench = Bench()
+    assert bench.set_inputs(jax.tree.leaves(lowered.init_state()), lowered.make_batches()) is None
+    for name, module in programs.items():  # all three are loaded: none goes
+        assert isinstance(bench.load(name, module), MemoryUse)
+    assert len(bench.run("eight", 1)) == 1 and len(compiled) == 3
+    for name in programs:
+        bench.unload(name)
+    whole = lowered.train_module(lowered.ONE)
+    assert isinstance(bench.load("whole", whole), MemoryUse)  # the oldest two go
+    assert isinstance(bench.load("two", programs["two"]), MemoryUse) and len(compiled) == 4
+    assert len(bench.run("eight", 2)) == 2 and compiled[4:] == [programs["eight"]]
+
+
 def test_what_blows_up_is_told_also_where_there_is_nothing_to_compare_with(bench):
     one = lowered.train_module(lowered.ONE)
     bench.load("one", one)
