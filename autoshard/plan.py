@@ -276,14 +276,16 @@ class Plan:
 
         What a search does with all that it measures (`rungs.numerics`), for a plan that was made
         where the devices were not, or with other versions. One device must hold the unsharded step
-        (each of them, where the step has manual regions, which run on their own mesh), and the host
-        the whole state.
+        (each of them, where the step has manual regions, which run on their own mesh). The host
+        holds two states beside the initial one. With less free memory the unsharded step runs
+        several times; with room for less than one state some leaves are not compared.
 
         Args:
           seed: of the batches, from the workload's `sample` or synthetic.
 
         Returns:
-          Every leaf of state and metrics, with its error and what was allowed.
+          Every leaf of state and metrics, with its error and what was allowed. `unchecked` names
+          the leaves for which the host had no room.
 
         Raises:
           PlanError: a leaf differs by more, or the unsharded step does not run.

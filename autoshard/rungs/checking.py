@@ -140,6 +140,8 @@ class Checking:
         return None
 
     def _judge(self, name: str, report: NumericsReport, kind: str) -> None:
+        if report.unchecked and (note := _partly(report)) not in self.notes:
+            self.notes.append(note)
         if (failure := report.failure(self._elapsed_s[name])) is not None:
             self._fail(name, failure)
             return
@@ -251,6 +253,14 @@ def _without_reference(lost: Failure) -> str:
     return (
         "the unsharded step does not run here, so that programs were compared with each other:"
         f" {_why(lost)}"
+    )
+
+
+def _partly(report: NumericsReport) -> str:
+    total = len(report.unchecked) + len(report.state)
+    return (
+        f"the numerics check compared {len(report.state)} of {total} state leaves: the host has no"
+        f" free memory for the others, such as {report.unchecked[0]}"
     )
 
 

@@ -29,7 +29,8 @@ class Pretended:
 
     renew = None
 
-    def __init__(self, seconds, errors=(), broken=()):
+    def __init__(self, seconds, errors=(), broken=(), unchecked=()):
+        self.unchecked = tuple(unchecked)
         self.seconds, self.errors, self.broken = seconds, dict(errors), dict(broken)
         self.loaded, self.compared, self.calls = set(), [], []
         self.trusted = None
@@ -68,7 +69,7 @@ class Pretended:
         self.compared.append((name, reference))
         off = abs(self.errors.get(name, 0.0) - self.errors.get(reference, 0.0))
         leaf = LeafError(path="state['w']", error=off, tolerance=1e-4)
-        return NumericsReport(steps=2, state=(leaf,), metrics=())
+        return NumericsReport(steps=2, state=(leaf,), metrics=(), unchecked=self.unchecked)
 
     def trace(self, name, folder, steps):
         assert name in self.loaded
@@ -144,6 +145,13 @@ def test_who_computes_something_else_does_not_race():
     failure = result.outcomes["b"]
     assert failure.kind is Kind.NUMERICS and "state['w']" in failure.message
     assert result.ranking == ("a",) and told == [("b", failure)]
+
+
+def test_a_check_of_some_leaves_is_noted_once():
+    bench = Pretended({"a": 0.03, "b": 0.01}, unchecked=["state['v']", "state['u']"])
+    (note,) = judged(bench, [finalist("a"), finalist("b")]).notes
+    assert "compared 1 of 3 state leaves" in note and "state['v']" in note
+    assert judged(Pretended({"a": 0.03}), [finalist("a")]).notes == ()
 
 
 def test_failures_are_told_at_once_and_cost_one_finalist():
