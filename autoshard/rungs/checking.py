@@ -46,6 +46,7 @@ class Verdict:
     kind: str
     error: float | None = None
     where: str = ""
+    allowed: float | None = None
 
 
 Touching = Callable[[Sequence[str]], AbstractContextManager[object]]
@@ -97,7 +98,10 @@ class Checking:
             groups.setdefault(finalist.reference, []).append(finalist)
             if (earlier := finalist.checked) is not None:
                 self.passed[finalist.name] = Verdict(
-                    earlier.numerics, earlier.numerics_error, earlier.numerics_where
+                    earlier.numerics,
+                    earlier.numerics_error,
+                    earlier.numerics_where,
+                    earlier.numerics_allowed,
                 )
         for reference, group in groups.items():
             fresh = [f for f in group if f.checked is None]
@@ -146,8 +150,8 @@ class Checking:
             self._fail(name, failure)
             return
         worst = report.worst
-        self.passed[name] = Verdict(
-            kind, worst.error if worst else 0.0, worst.path if worst else ""
+        self.passed[name] = (
+            Verdict(kind, worst.error, worst.path, worst.tolerance) if worst else Verdict(kind, 0.0)
         )
 
     def _compared(

@@ -115,6 +115,13 @@ class LeafError:
     def passed(self) -> bool:
         return self.error <= self.tolerance
 
+    @property
+    def share(self) -> float:
+        """The error as a share of what is allowed: above 1 it fails."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.tolerance if self.tolerance else math.inf
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsReport:
@@ -141,8 +148,8 @@ class NumericsReport:
 
     @property
     def worst(self) -> LeafError | None:
-        """The leaf with the largest error, failed ones first; None without any."""
-        return max(self.leaves, key=lambda leaf: (not leaf.passed, leaf.error), default=None)
+        """The leaf with the largest error relative to its tolerance; None without any."""
+        return max(self.leaves, key=lambda leaf: leaf.share, default=None)
 
     @property
     def noisy(self) -> tuple[str, ...]:
@@ -155,7 +162,7 @@ class NumericsReport:
         Args:
           elapsed_s: what the comparison took, seconds.
         """
-        wrong = sorted((x for x in self.leaves if not x.passed), key=lambda x: -x.error)
+        wrong = sorted((x for x in self.leaves if not x.passed), key=lambda x: -x.share)
         if not wrong:
             return None
         lines = [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.rungs.numerics import (
+    LeafError,
     NumericsReport,
     Perturbed,
     Trajectory,
@@ -333,3 +334,13 @@ def test_leaves_without_room_are_named_and_the_others_are_compared():
     assert not compare(trajectory(*wrong), ref, paths, []).passed
     none = compare(trajectory(*moved), reference(start, F32, BATCHES, run, 0), paths, [])
     assert none.unchecked == tuple(paths) and none.state == ()
+
+
+def test_the_worst_leaf_is_the_one_nearest_to_what_it_is_allowed():
+    coarse = LeafError(path="coarse", error=7e-3, tolerance=3e-2)
+    fine = LeafError(path="fine", error=9e-5, tolerance=1e-4)
+    equal = LeafError(path="equal", error=0.0, tolerance=0.0)
+    counted = LeafError(path="counted", error=0.1, tolerance=0.0)
+    assert NumericsReport(steps=2, state=(coarse, fine, equal), metrics=()).worst is fine
+    assert NumericsReport(steps=2, state=(coarse, equal), metrics=(counted,)).worst is counted
+    assert NumericsReport(steps=2, state=(), metrics=()).worst is None

@@ -125,6 +125,7 @@ def test_the_fastest_comes_first_and_all_samples_are_kept():
         assert set(outcome.samples_s) == {bench.seconds[name]}
         assert len(outcome.samples_s) == len(outcome.rounds) >= 3
         assert (outcome.numerics, outcome.numerics_where) == ("exact", "state['w']")
+        assert outcome.numerics_allowed == 1e-4
         assert outcome.trace == "" and outcome.devices == ()
     assert bench.compared == [("a", "ref"), ("b", "ref"), ("c", "ref")]
     assert bench.loaded == set(), "everything is freed again"
@@ -284,11 +285,13 @@ def test_an_earlier_check_stands():
         numerics="exact",
         numerics_error=1e-7,
         numerics_where="state['v']",
+        numerics_allowed=3e-2,
     )
     bench = Pretended({"a": 0.03, "b": 0.01})
     result = judged(bench, [finalist("a", checked=earlier), finalist("b")])
     assert bench.compared == [("b", "ref")]
     assert result.outcomes["a"].numerics_where == "state['v']"
+    assert result.outcomes["a"].numerics_allowed == 3e-2
     assert result.outcomes["a"].samples_s[0] == 0.03
 
 
