@@ -191,25 +191,32 @@ def load_plan(
     check_target: bool = True,
     memory_bytes: int | None = None,
     hardware: str | os.PathLike[str] | None = None,
+    compile_seconds: float | None = None,
 ) -> Plan:
     """Loads a plan for the same model, on devices that are here or that are named.
 
-    The program is compiled again before anything is allocated: its peak memory is checked, and its
-    collectives are compared with the record by kind, bytes, group and mesh axes; what differs is
-    noted in `plan.evidence.notes`, and so are devices that stand otherwise (hosts, slices, torus)
-    and another version of the compiler.
+    The program is compiled once, before anything is allocated, and `plan.step` runs what was
+    compiled. Its peak memory is checked, and its collectives are compared with the record by kind,
+    bytes, group and mesh axes. `plan.evidence.notes` says what differs, and notes another
+    arrangement of the devices (hosts, slices, torus) and another version of the compiler.
 
     Args:
       check_target: False relaxes platform and kind of device, never the model or the device count.
       memory_bytes: overrides what one device holds.
       hardware: a catalogue file of your own, where `mesh` names what is in it.
+      compile_seconds: the longest that compiling may take; None for no limit. A compiler cannot be
+        stopped in this process: past the limit it runs on in a thread until it has finished. For
+        hardware that is not here it runs in a process of its own, which is killed.
 
     Raises:
+      ValueError: `compile_seconds` is not above 0.
       PlanError: the file cannot be read or is damaged; the model, a shape, the device count or
         jax's major version differs (`differences` lists them field by field); the step cannot be
         lowered for these devices, does not compile in the time, or does not fit.
       TargetError: as of `search`.
       WorkloadError: what `model_fn` returns cannot be traced, or not for these devices.
     """
+    if compile_seconds is not None and not compile_seconds > 0:
+        raise ValueError(f"compile_seconds must be above 0, got {compile_seconds}")
     target = find_target(mesh, memory_bytes, hardware)
-    return checked_plan(path, model_fn, target, check_target)
+    return checked_plan(path, model_fn, target, check_target, compile_seconds)

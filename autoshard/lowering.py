@@ -88,6 +88,12 @@ def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wra
     )
 
 
+@without_mesh()
+def compilable_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Lowered:
+    """The step as `Plan.step` runs it, ready to be compiled in this process."""
+    return jit_step(analysis, specs, target).lower(*shapes(analysis.program.inputs))
+
+
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 

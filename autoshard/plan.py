@@ -19,7 +19,7 @@ from autoshard.compat.noise import quiet
 from autoshard.deleted import refuse_deleted
 from autoshard.errors import PlanError
 from autoshard.layout import Candidate, Layout, Spec, Wording
-from autoshard.lowering import jit_step, lower_step, shapes, shardings
+from autoshard.lowering import compilable_step, lower_step, shardings
 from autoshard.module import Module
 from autoshard.program import Leaf, Program, held_dtype
 from autoshard.rungs.numerics import NumericsReport
@@ -78,7 +78,13 @@ class Plan:
     """
 
     def __init__(
-        self, analysis: Analysis, space: Space, target: Target, layout: Layout, evidence: Evidence
+        self,
+        analysis: Analysis,
+        space: Space,
+        target: Target,
+        layout: Layout,
+        evidence: Evidence,
+        compiled: jax.stages.Compiled | None = None,
     ):
         self._analysis = analysis
         self._space = space
@@ -87,6 +93,7 @@ class Plan:
         self.layout = layout
         self.knobs: dict[str, str | int | float | bool | None] = dict(space.knobs)
         self.evidence = evidence
+        self._given = compiled
         self.mesh: Mesh | AbstractMesh = target.any_mesh(layout.mesh)
         program = analysis.program
         count = len(program.state)
@@ -223,12 +230,12 @@ class Plan:
         if tree == self._trees and all(isinstance(x, jax.Array) for x in flat):
             refuse_deleted(flat, program.inputs)
             # As a rule all else is as it should be; a look at each from Python takes longer.
-            run = self._compiled
+            run = self.compiled
             with contextlib.suppress(TypeError, ValueError):  # said, or mended, below
                 out = run(*flat)
         if out is None:
             placed = self._placed(state, batch)
-            out = self._compiled(*placed)
+            out = self.compiled(*placed)
         count = len(program.state)
         return (
             jax.tree.unflatten(program.state_tree, out[:count]),
@@ -236,11 +243,16 @@ class Plan:
         )
 
     @functools.cached_property
-    def _compiled(self) -> Callable[..., list[jax.Array]]:
-        """The step on the leaves of state and batch, compiled once."""
-        jitted = jit_step(self._analysis, self._specs, self._target)
+    def compiled(self) -> jax.stages.Compiled:
+        """The program that `step` runs, on the leaves of state and batch.
+
+        It is compiled once: by `load_plan`, which checks it, or at the first use.
+        """
+        self._must_be_here()
+        if self._given is not None:
+            return self._given
         with quiet(), without_mesh():
-            return jitted.lower(*shapes(self.program.inputs)).compile()
+            return compilable_step(self._analysis, self._specs, self._target).compile()
 
     @functools.cached_property
     def _trees(self) -> Any:
@@ -276,14 +288,16 @@ class Plan:
 
         What a search does with all that it measures (`rungs.numerics`), for a plan that was made
         where the devices were not, or with other versions. One device must hold the unsharded step
-        (each of them, where the step has manual regions, which run on their own mesh), and the host
-        the whole state.
+        (each of them, where the step has manual regions, which run on their own mesh). The host
+        holds two states beside the initial one. With less free memory the unsharded step runs
+        several times; with room for less than one state some leaves are not compared.
 
         Args:
           seed: of the batches, from the workload's `sample` or synthetic.
 
         Returns:
-          Every leaf of state and metrics, with its error and what was allowed.
+          Every leaf of state and metrics, with its error and what was allowed. `unchecked` names
+          the leaves for which the host had no room.
 
         Raises:
           PlanError: a leaf differs by more, or the unsharded step does not run.

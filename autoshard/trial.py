@@ -136,9 +136,12 @@ class Measurement:
       devices: the profile of each device, empty where no trace was taken.
       numerics: "exact", "relative", "unchecked", or "unsharded": on one device, where
         it is what others are compared with, and finite.
-      numerics_error: largest error of a state leaf's change or of a metric, relative to it and to
-        what rounding may do to it (`rungs.numerics.LeafError`); None if unchecked.
+      numerics_error: error of a state leaf's change or of a metric, relative to it and to what
+        rounding may do to it (`rungs.numerics.LeafError`), of the leaf or metric that comes closest
+        to what is allowed; None if unchecked.
       numerics_where: the pytree path of that leaf or metric.
+      numerics_allowed: the largest error that passes there; None if unchecked, and in records of
+        before.
       trace: folder of the profiler trace, or "".
     """
 
@@ -148,6 +151,7 @@ class Measurement:
     numerics: str = "unchecked"
     numerics_error: float | None = None
     numerics_where: str = ""
+    numerics_allowed: float | None = None
     trace: str = ""
     elapsed_s: float = 0.0
 

@@ -1,35 +1,65 @@
 """Whether a recorded plan may run here: model, target, versions, memory, collectives."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import jax
 
 from autoshard import hlo
 from autoshard.analysis import analyse
-from autoshard.budget import Budget
 from autoshard.catalogue import catalogue
+from autoshard.compat.contexts import without_mesh
 from autoshard.compat.device_order import known_kind
+from autoshard.compat.executable import MemoryUse, memory_use
+from autoshard.compat.noise import quiet
 from autoshard.compat.versions import versions
 from autoshard.driver import Subject
 from autoshard.errors import PlanError, TargetError, WorkloadError
-from autoshard.lowering import NOT_LOWERED, lower_step
+from autoshard.layout import MeshShape
+from autoshard.lowering import NOT_LOWERED, compilable_step, lower_step
+from autoshard.module import Module
 from autoshard.plan import Plan
 from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
 from autoshard.program import trace
 from autoshard.report.words import mebibytes
-from autoshard.rungs.compile_job import compile_in_process, compile_on, request_for
+from autoshard.rungs.compile_job import compile_in_process, request_for
+from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import close_worker_here
 from autoshard.subjects import ModelFn, knob_values, make_subject
 from autoshard.target import Target
 from autoshard.topology import arrangement, parse_topology
-from autoshard.trial import Collective, Estimate, Failure, Kind
+from autoshard.trial import Collective, Estimate, Failure, Kind, Stage
 from autoshard.written import analyse_written
+
+T = TypeVar("T")
+
+
+_NO_LIMIT_S = 7 * 86_400.0
+"""What a worker takes for no limit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    """What the compiler says of a step, and the program itself where it can run here."""
+
+    memory: MemoryUse
+    hlo_text: str
+    program: jax.stages.Compiled | None
 
 
 def checked_plan(
-    path: str | os.PathLike[str], model_fn: ModelFn, target: Target, check_target: bool
+    path: str | os.PathLike[str],
+    model_fn: ModelFn,
+    target: Target,
+    check_target: bool,
+    compile_seconds: float | None,
 ) -> Plan:
     """Reads a plan and checks it against the model and the devices. See `autoshard.load_plan`."""
     record = read_plan(path)
@@ -91,9 +121,21 @@ def checked_plan(
             " plan was made"
         )
     notes += target_notes(record.target, target)
-    notes += _compiled_differences(path, record, subject, target)
+    analysis, specs = subject.analysis_for(layout), space.specs(layout)
+    compiled: _Compiled | Failure
+    if target.is_here:
+        with _lowering(path, target):
+            lowered = compilable_step(analysis, specs, target)
+        compiled = _compile_here(lowered, compile_seconds)
+    else:
+        with _lowering(path, target):
+            module = lower_step(analysis, specs, target)
+        compiled = _compile_elsewhere(module, target, compile_seconds)
+    if isinstance(compiled, Failure):
+        raise PlanError(_why_not_compiled(compiled, target))
+    notes += _compiled_differences(record, compiled, layout.mesh, target)
     evidence = dataclasses.replace(record.evidence, notes=tuple(dict.fromkeys(notes)))
-    return Plan(subject.analysis_for(layout), space, target, layout, evidence)
+    return Plan(analysis, space, target, layout, evidence, compiled.program)
 
 
 def _target_differences(record: PlanRecord, target: Target, check: bool) -> tuple[str, ...]:
@@ -179,31 +221,69 @@ def _lowering(path: str | os.PathLike[str], target: Target) -> Iterator[None]:
         ) from error
 
 
-def _compiled_differences(
-    path: str | os.PathLike[str], record: PlanRecord, subject: Subject, target: Target
-) -> list[str]:
-    """Compiles the step; raises if it does not fit, lists how its collectives differ."""
-    specs = subject.space.specs(record.candidate.layout)
-    with _lowering(path, target):
-        module = lower_step(subject.analysis_for(record.candidate.layout), specs, target)
-    if target.platform == "cpu" or not target.is_here:
-        with tempfile.TemporaryDirectory(prefix="autoshard-") as folder:
-            request = request_for(module, target, folder, Budget().compile_seconds)
-            try:
-                result = compile_in_process(request)
-            finally:
-                close_worker_here()
-    else:
-        result = compile_on(module, target.placed(module.mesh))
+def _compile_here(lowered: jax.stages.Lowered, seconds: float | None) -> _Compiled | Failure:
+    """Compiles the program that will run, in this process."""
+    begin = time.perf_counter()
+    try:
+        with quiet(), without_mesh():
+            program = lowered.compile() if seconds is None else _within(seconds, lowered.compile)
+    except (RuntimeError, NotImplementedError, TimeoutError) as error:
+        if isinstance(error, TimeoutError):
+            message = f"it took longer than {seconds:g} s (compile_seconds)"
+            return Failure(stage=Stage.COMPILE, kind=Kind.TIMEOUT, message=message)
+        return failure_of(error, Stage.COMPILE, time.perf_counter() - begin)
+    memory = memory_use(program.runtime_executable())
+    return _Compiled(memory=memory, hlo_text=program.as_text() or "", program=program)
+
+
+def _within(seconds: float, make: Callable[[], T]) -> T:
+    """What a function returns in a thread of its own. Past the limit that thread runs on.
+
+    Raises:
+      TimeoutError: it takes longer.
+    """
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(make())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="autoshard-compile", daemon=True).start()
+    return result.result(timeout=seconds)
+
+
+def _compile_elsewhere(
+    module: Module, target: Target, seconds: float | None
+) -> _Compiled | Failure:
+    """Compiles for hardware that is not here, in a worker."""
+    with tempfile.TemporaryDirectory(prefix="autoshard-") as folder:
+        request = request_for(module, target, folder, seconds or _NO_LIMIT_S)
+        try:
+            result = compile_in_process(request)
+        finally:
+            close_worker_here()
     if isinstance(result, Failure):
-        raise PlanError(_why_not_compiled(result, target))
+        return result
+    return _Compiled(memory=result.memory, hlo_text=result.hlo_text, program=None)
+
+
+def _compiled_differences(
+    record: PlanRecord, result: _Compiled, mesh: MeshShape, target: Target
+) -> list[str]:
+    """How the collectives of the compiled step differ from the record.
+
+    Raises:
+      PlanError: the step does not fit.
+    """
     if result.memory.peak_bytes > target.memory_bytes:
         raise PlanError(
             f"the plan needs {mebibytes(result.memory.peak_bytes)} a device, {target.describe()}"
             f" have {mebibytes(target.memory_bytes)} ({target.memory_source})"
         )
     try:
-        now = hlo.count(hlo.parse(result.hlo_text), module.mesh).collectives
+        now = hlo.count(hlo.parse(result.hlo_text), mesh).collectives
     except hlo.HloError as error:
         return [f"the collectives could not be compared with the record: {error}"]
     ranking = record.evidence.ranking

@@ -54,6 +54,7 @@ MEASUREMENT = Measurement(
     numerics="exact",
     numerics_error=1e-7,
     numerics_where="state['w']",
+    numerics_allowed=1e-4,
     trace="here",
 )
 FAILURE = Failure(stage=Stage.COMPILE, kind=Kind.OOM, message="no\nroom", missing_bytes=7)

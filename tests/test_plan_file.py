@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import json
 import os
+import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,14 @@ from autoshard.errors import PlanError
 from autoshard.plan import Evidence, Plan
 from autoshard.plan_file import describe_target, read_plan, write_plan
 from autoshard.program import trace
-from autoshard.rungs import compile_job
 from autoshard.rungs import worker as worker_module
-from autoshard.rungs.compile_job import CompileResult
 from autoshard.strategy import baselines
 from autoshard.subjects import make_subject
 from autoshard.target import Target, find_target
 from autoshard.topology import parse_topology
-from autoshard.trial import Collective, Estimate, Failure, Kind, Stage
+from autoshard.trial import Collective, Estimate
 from tests import workloads
+from tests.hardware import needs
 from tests.workloads import mlp
 
 DEVICES = jax.devices()
@@ -62,9 +63,10 @@ def altered(data, tmp_path):
 def no_compiler(monkeypatch):
     """For errors that must come before anything is compiled."""
 
-    def refuse(request):
+    def refuse(*_):
         raise AssertionError("compiled before the check")
 
+    monkeypatch.setattr(validity, "_compile_here", refuse)
     monkeypatch.setattr(validity, "compile_in_process", refuse)
 
 
@@ -283,9 +285,67 @@ def test_too_much_memory_is_an_error_before_anything_is_allocated(saved, monkeyp
 
 
 def test_a_plan_that_no_longer_compiles_is_an_error(saved, monkeypatch):
-    failure = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="the compiler is unwell")
-    monkeypatch.setattr(validity, "compile_in_process", lambda request: failure)
-    assert "does not compile here: crash: the compiler is unwell" in str(refused(saved))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", broken("INTERNAL: the compiler is unwell"))
+    assert "does not compile here: crash: INTERNAL: the compiler is unwell" in str(refused(saved))
+
+
+def broken(text):
+    """A compiler that refuses everything."""
+
+    def compile_(lowered):
+        raise jax.errors.JaxRuntimeError(text)
+
+    return compile_
+
+
+def test_the_program_that_is_checked_is_the_program_that_runs(saved, monkeypatch):
+    compiled = []
+    compile_ = jax.stages.Lowered.compile
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda low: compiled.append(low) or compile_(low)
+    )
+    monkeypatch.setattr(worker_module.WorkerProcess, "_start", None)  # no worker compiles
+    plan = autoshard.load_plan(saved, mlp, DEVICES)
+    assert len(compiled) == 1
+    state, batch = plan.init(), plan.put(workloads.batch_of(0))
+    heard = []
+
+    def listen(name, seconds, **_):
+        if "compile" in name:
+            heard.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        plan.step(state, batch)
+        assert heard == []
+        jax.jit(lambda x: x * 5 - 1)(jnp.ones(5))
+        assert heard, "the listener would have heard"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_compiling_takes_as_long_as_it_takes_unless_that_is_limited(saved, monkeypatch):
+    begun, let_go = threading.Event(), threading.Event()
+    compile_ = jax.stages.Lowered.compile
+
+    def slow(lowered):
+        begun.set()
+        let_go.wait(30)
+        return compile_(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", slow)
+    error = refused(saved, compile_seconds=0.2)
+    let_go.set()
+    assert begun.is_set()
+    assert "does not compile here: timeout: it took longer than 0.2 s (compile_seconds)" in str(
+        error
+    )
+    assert autoshard.load_plan(saved, mlp, DEVICES, compile_seconds=600.0).compiled is not None
+    monkeypatch.setattr(jax.stages.Lowered, "compile", broken("INTERNAL: the compiler is unwell"))
+    assert "the compiler is unwell" in str(refused(saved, compile_seconds=600.0))
+    for wrong in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="compile_seconds must be above 0"):
+            autoshard.load_plan(saved, mlp, DEVICES, compile_seconds=wrong)
 
 
 def test_a_kernel_of_another_platform_is_a_plan_error(saved, tmp_path):
@@ -314,13 +374,11 @@ def test_a_plan_too_large_for_a_live_accelerator_is_a_plan_error(saved, monkeypa
     monkeypatch.setattr(api, "find_target", lambda *_: live)
     text = "RESOURCE_EXHAUSTED: Used 65.97G of 15.75G hbm. Exceeded hbm capacity by 50.22G."
 
-    def refuse(module, devices):
-        raise jax.errors.JaxRuntimeError(text)
-
-    monkeypatch.setattr(compile_job, "compile_module", refuse)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", broken(text))
     error = str(refused(saved, check_target=False))
     assert "needs 50.22 GiB more than 8 cpu devices have" in error and text in error
     text = "INTERNAL: the compiler is unwell"
+    monkeypatch.setattr(jax.stages.Lowered, "compile", broken(text))
     assert f"does not compile here: crash: {text}" in str(refused(saved, check_target=False))
 
 
@@ -442,14 +500,8 @@ def test_collectives_whose_axes_are_unknown_are_compared_in_sum():
 
 
 def test_a_program_whose_collectives_cannot_be_read_is_noted(saved, monkeypatch):
-    compile_ = validity.compile_in_process
-
-    def garbled(request):
-        result = compile_(request)
-        assert isinstance(result, CompileResult)
-        return dataclasses.replace(result, hlo_text="HloModule broken\n\nENTRY %e {\n  ???\n}\n")
-
-    monkeypatch.setattr(validity, "compile_in_process", garbled)
+    garbled = "HloModule broken\n\nENTRY %e {\n  ???\n}\n"
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda compiled: garbled)
     notes = autoshard.load_plan(saved, mlp, DEVICES).evidence.notes
     assert any("could not be compared" in n for n in notes)
 
@@ -528,8 +580,10 @@ def test_a_fixed_axis_that_divides_nothing_at_rest_comes_back(tmp_path):
         autoshard.load_plan(path, model_fn, DEVICES)
 
 
-def test_loading_leaves_no_process_behind(searched, tmp_path):
-    searched.plan.save(tmp_path / "plan.json")
+@pytest.mark.deviceless
+def test_loading_for_named_hardware_leaves_no_process_behind(tmp_path):
+    needs("cuda")
+    path = Path(__file__).parent / "goldens" / "plans-0.1" / "h100-1x8.json"
     made = []
     start = worker_module.WorkerProcess._start
 
@@ -539,5 +593,10 @@ def test_loading_leaves_no_process_behind(searched, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module.WorkerProcess, "_start", started)
-        autoshard.load_plan(tmp_path / "plan.json", workloads.mlp, jax.devices())
-    assert made and all(child.process.poll() is not None for child in made)
+        plan = autoshard.load_plan(path, mlp, "h100:1x8")
+        assert len(made) == 1
+        with pytest.raises(PlanError, match="killed after the time limit"):
+            autoshard.load_plan(path, mlp, "h100:1x8", compile_seconds=0.001)
+    assert len(made) == 2 and all(child.process.poll() is not None for child in made)
+    with pytest.raises(PlanError, match="not here"):
+        plan.compiled  # noqa: B018

@@ -11,11 +11,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, overload
 
 import jax
 import numpy as np
 
+from autoshard import host
 from autoshard.compat.executable import (
     Executable,
     MemoryUse,
@@ -29,6 +30,7 @@ from autoshard.rungs import numerics
 from autoshard.rungs.executables import keep, kept
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.numerics import NumericsReport, Reference, ReferenceLost, Trajectory
+from autoshard.rungs.pieces import over_pieces
 from autoshard.trial import Failure, Kind, Stage
 
 _MOST_EXECUTABLES = 32
@@ -215,6 +217,7 @@ class Bench:
                 float_types(executable.module),
                 self._batches_of(steps),
                 lambda state, batches: self._trajectory(executable, state, batches),
+                _room_bytes(executable),
             )
             self._reference = (name, made)
         return caught.failure
@@ -235,7 +238,7 @@ class Bench:
         with _Catching() as caught:
             executable = self._executable(self._entries[name])
             got = self._trajectory(executable, self._start(), self._batches_of(steps))
-            return numerics.not_finite(got, got, self._start(), *_paths(executable.module))
+            return numerics.not_finite(got, self._start(), *_paths(executable.module))
         return caught.expect()
 
     def _trajectory(
@@ -245,13 +248,15 @@ class Bench:
         batches: Sequence[Sequence[np.ndarray]],
     ) -> Trajectory:
         count = executable.module.state_count
-        arrays = executable.place(state)
+        arrays = []
+        for i in range(count):  # one by one: a perturbed leaf is made as it is read
+            arrays += jax.block_until_ready(executable.place([state[i]], first=i))
         metrics = []
         for batch in batches:
             outputs = executable.run([*arrays, *executable.place(batch, first=count)])
             arrays = outputs[:count]
             metrics.append(tuple(_copies(array) for array in outputs[count:]))
-        return Trajectory(state=tuple(_copies(array) for array in arrays), metrics=tuple(metrics))
+        return Trajectory(state=_OnDevices(arrays), metrics=tuple(metrics))
 
     def _run(self, entry: _Entry, steps: int) -> tuple[float, ...]:
         self._place(entry)
@@ -357,29 +362,82 @@ def _calling_back(module: Module) -> Failure | None:
     )
 
 
+_ROOM = 0.8
+"""The share of the host's free memory that a comparison may take."""
+
+
+def _room_bytes(executable: Executable) -> int | None:
+    """Host memory for the states of a comparison; None where the host does not say.
+
+    On CPU devices the program itself takes its memory from the host.
+    """
+    left = host.available_bytes()
+    if left is None:
+        return None
+    module = executable.module
+    if module.platform == "cpu":
+        left -= executable.memory.peak_bytes * module.device_count
+    return max(0, int(_ROOM * left))
+
+
+class _OnDevices(Sequence[numerics.Copies]):
+    """The distinct copies of arrays, read from the devices at each access."""
+
+    def __init__(self, arrays: Sequence[jax.Array]):
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    @overload
+    def __getitem__(self, index: int) -> numerics.Copies: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[numerics.Copies]: ...
+
+    def __getitem__(self, index: int | slice) -> numerics.Copies | list[numerics.Copies]:
+        if isinstance(index, slice):
+            return [_copies(array) for array in self._arrays[index]]
+        return _copies(self._arrays[index])
+
+
 def _copies(array: jax.Array) -> numerics.Copies:
     """The distinct values of an array as its devices hold it: copy r takes each index's r-th shard.
 
-    Compared bit for bit, so that copies that agree on a NaN are one.
+    Compared bit for bit, so that copies that agree on a NaN are one. The host holds one shard of a
+    replica at a time beside the distinct copies.
     """
-    held: dict[str, list[tuple[tuple[slice, ...], np.ndarray]]] = {}
+    held: dict[str, list[jax.Shard]] = {}
     for shard in sorted(array.addressable_shards, key=lambda s: s.device.id):
-        held.setdefault(repr(shard.index), []).append((shard.index, np.asarray(shard.data)))
+        held.setdefault(repr(shard.index), []).append(shard)
     distinct: list[np.ndarray] = []
     for replica in range(len(next(iter(held.values())))):
-        if distinct and all(_same(parts[0][1], parts[replica][1]) for parts in held.values()):
+        shards = [parts[replica] for parts in held.values()]
+        if distinct and all(_same(distinct[0][s.index], _read(s)) for s in shards):
             continue
         whole = np.empty(array.shape, array.dtype)
-        for parts in held.values():
-            index, value = parts[replica]
-            whole[index] = value
+        for shard in shards:
+            whole[shard.index] = _read(shard)
         if not any(_same(whole, other) for other in distinct):
             distinct.append(whole)
     return tuple(distinct)
 
 
+def _read(shard: jax.Shard) -> np.ndarray:
+    return np.asarray(_alone(shard))
+
+
+def _alone(shard: jax.Shard) -> jax.Array:
+    """A shard as an array of its own, without a copy.
+
+    A JAX array keeps the host's copy once it is read: that of this one goes with it.
+    """
+    data = shard.data
+    return jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+
+
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+    return all(over_pieces(np.array_equal, *(x.reshape(-1).view(np.uint8) for x in (a, b))))
 
 
 def host_devices() -> list[jax.Device]:

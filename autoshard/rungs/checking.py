@@ -46,6 +46,7 @@ class Verdict:
     kind: str
     error: float | None = None
     where: str = ""
+    allowed: float | None = None
 
 
 Touching = Callable[[Sequence[str]], AbstractContextManager[object]]
@@ -97,7 +98,10 @@ class Checking:
             groups.setdefault(finalist.reference, []).append(finalist)
             if (earlier := finalist.checked) is not None:
                 self.passed[finalist.name] = Verdict(
-                    earlier.numerics, earlier.numerics_error, earlier.numerics_where
+                    earlier.numerics,
+                    earlier.numerics_error,
+                    earlier.numerics_where,
+                    earlier.numerics_allowed,
                 )
         for reference, group in groups.items():
             fresh = [f for f in group if f.checked is None]
@@ -140,12 +144,14 @@ class Checking:
         return None
 
     def _judge(self, name: str, report: NumericsReport, kind: str) -> None:
+        if report.unchecked and (note := _partly(report)) not in self.notes:
+            self.notes.append(note)
         if (failure := report.failure(self._elapsed_s[name])) is not None:
             self._fail(name, failure)
             return
         worst = report.worst
-        self.passed[name] = Verdict(
-            kind, worst.error if worst else 0.0, worst.path if worst else ""
+        self.passed[name] = (
+            Verdict(kind, worst.error, worst.path, worst.tolerance) if worst else Verdict(kind, 0.0)
         )
 
     def _compared(
@@ -251,6 +257,14 @@ def _without_reference(lost: Failure) -> str:
     return (
         "the unsharded step does not run here, so that programs were compared with each other:"
         f" {_why(lost)}"
+    )
+
+
+def _partly(report: NumericsReport) -> str:
+    total = len(report.unchecked) + len(report.state)
+    return (
+        f"the numerics check compared {len(report.state)} of {total} state leaves: the host has no"
+        f" free memory for the others, such as {report.unchecked[0]}"
     )
 
 

@@ -33,12 +33,17 @@ not excite (long sums added up in another order) have the tolerance.
 
 A replicated or partly replicated leaf is read from every device: copies that drifted apart are a
 missing all-reduce, and the worst copy counts.
+
+States are read leaf by leaf. The host keeps the initial state, the reference's last state, and one
+more state while `reference` looks for kinks. With less room the last of these is read in groups of
+leaves, and the reference runs once more for each group. Leaves of the reference for which there is
+no room at all are not compared, and the report names them.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +52,7 @@ from autoshard.rungs import norms
 from autoshard.rungs.pieces import over_pieces
 from autoshard.trial import Failure, Kind, Stage
 
-REVISION = 4
+REVISION = 5
 """Raise it when programs may pass that failed: failures of another revision are not believed."""
 
 NOISE_FACTOR = 4.0
@@ -64,6 +69,8 @@ _PART = 0.3  # of the probe: the run that shows whether a leaf moves in proporti
 _ROUNDING = 16.0  # units that another order of summation may come to
 _COARSE_PROBE = 8.0
 _EIGHT_BIT_TOLERANCE = 0.25
+_WORKING = 4
+"""Host arrays of a leaf's size in use while that leaf is compared: start, value, replica, spare."""
 
 Copies = tuple[np.ndarray, ...]
 """One value as the devices hold it: the distinct copies of the whole array, one if all agree."""
@@ -74,11 +81,12 @@ class Trajectory:
     """What a program computed in a few steps.
 
     Attributes:
-      state: the last state, for each leaf its copies.
+      state: the last state, for each leaf its copies. They may be read from the devices at each
+        access: keep what is needed, and drop the trajectory before another program runs.
       metrics: for each step, for each metric its copies.
     """
 
-    state: tuple[Copies, ...]
+    state: Sequence[Copies]
     metrics: tuple[tuple[Copies, ...], ...]
 
 
@@ -107,6 +115,13 @@ class LeafError:
     def passed(self) -> bool:
         return self.error <= self.tolerance
 
+    @property
+    def share(self) -> float:
+        """The error as a share of what is allowed: above 1 it fails."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.tolerance if self.tolerance else math.inf
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsReport:
@@ -114,12 +129,14 @@ class NumericsReport:
 
     Attributes:
       steps: steps that both ran from the same state.
-      state, metrics: every leaf.
+      state, metrics: every leaf that was compared.
+      unchecked: paths of the state leaves for which the host had no room.
     """
 
     steps: int
     state: tuple[LeafError, ...]
     metrics: tuple[LeafError, ...]
+    unchecked: tuple[str, ...] = ()
 
     @property
     def leaves(self) -> tuple[LeafError, ...]:
@@ -131,8 +148,8 @@ class NumericsReport:
 
     @property
     def worst(self) -> LeafError | None:
-        """The leaf with the largest error, failed ones first; None without any."""
-        return max(self.leaves, key=lambda leaf: (not leaf.passed, leaf.error), default=None)
+        """The leaf with the largest error relative to its tolerance; None without any."""
+        return max(self.leaves, key=lambda leaf: leaf.share, default=None)
 
     @property
     def noisy(self) -> tuple[str, ...]:
@@ -145,7 +162,7 @@ class NumericsReport:
         Args:
           elapsed_s: what the comparison took, seconds.
         """
-        wrong = sorted((x for x in self.leaves if not x.passed), key=lambda x: -x.error)
+        wrong = sorted((x for x in self.leaves if not x.passed), key=lambda x: -x.share)
         if not wrong:
             return None
         lines = [
@@ -180,7 +197,8 @@ class Reference:
     Attributes:
       steps: length of the trajectory.
       initial: the state both start from, one array a leaf.
-      trajectory: the reference's.
+      state: the reference's last state; None for leaves for which the host had no room.
+      metrics: the reference's, by step.
       state_slack, metrics_slack: what rounding is allowed to do to each leaf: an L2 norm, or for
         integers the share of elements that may differ. Metrics by step.
       coarse: tolerance that the float types inside the program call for.
@@ -188,29 +206,48 @@ class Reference:
 
     steps: int
     initial: tuple[np.ndarray, ...]
-    trajectory: Trajectory
+    state: tuple[np.ndarray | None, ...]
+    metrics: tuple[tuple[np.ndarray, ...], ...]
     state_slack: tuple[float, ...]
     metrics_slack: tuple[tuple[float, ...], ...]
     coarse: float
 
 
-def perturb(
-    values: Sequence[np.ndarray], float_types: frozenset[str], units: float = 1.0
-) -> list[np.ndarray]:
-    """Moves every float but 0 a little up or down, the same way each time.
+class Perturbed(Sequence[np.ndarray]):
+    """Values whose floats are moved a little up or down, the same way each time; 0 stays.
 
-    By `units` times the spacing of its dtype, or, if that is more, half the spacing of the coarsest
-    type the program computes in: one that casts f32 parameters to bf16 rounds like bf16.
+    Each value is made at each access: nothing is kept.
+
+    Args:
+      units: how far, in spacings of a value's dtype or, if that is more, in half spacings of the
+        coarsest type the program computes in: one that casts f32 parameters to bf16 rounds like
+        bf16.
     """
-    rng = np.random.default_rng(20)
-    coarsest = _unit(float_types) / 2
-    moved = []
-    for value in values:
-        if jnp.issubdtype(value.dtype, jnp.inexact):
-            share = units * max(float(jnp.finfo(value.dtype).eps), coarsest)
-            value = _moved(value, share, rng)
-        moved.append(value)
-    return moved
+
+    def __init__(
+        self, values: Sequence[np.ndarray], float_types: frozenset[str], units: float = 1.0
+    ):
+        self._values = values
+        self._coarsest = _unit(float_types) / 2
+        self._units = units
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        value = self._values[index]
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return value
+        share = self._units * max(float(jnp.finfo(value.dtype).eps), self._coarsest)
+        return _moved(value, share, np.random.default_rng([20, index]))
 
 
 def _moved(value: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
@@ -226,11 +263,16 @@ def _moved(value: np.ndarray, share: float, rng: np.random.Generator) -> np.ndar
     return moved
 
 
+Run = Callable[[Sequence[np.ndarray], Sequence[Sequence[np.ndarray]]], Trajectory]
+"""(state, batches) -> the trajectory of a program."""
+
+
 def reference(
     initial: Sequence[np.ndarray],
     float_types: frozenset[str],
     batches: Sequence[Sequence[np.ndarray]],
-    run: Callable[[Sequence[np.ndarray], Sequence[Sequence[np.ndarray]]], Trajectory],
+    run: Run,
+    room_bytes: int | None = None,
 ) -> Reference:
     """Runs the reference as it is, and from starts perturbed by little and by more.
 
@@ -238,40 +280,103 @@ def reference(
       initial: the state leaves.
       float_types: what the reference computes in, as `compat.executable.float_types` has it.
       batches: one batch for each step.
-      run: (state, batches) -> the reference program's trajectory.
+      run: the reference program.
+      room_bytes: host memory for other states than the initial one; None for as much as they take.
     """
-    trajectory = run(initial, batches)
+    groups = _groups(initial, room_bytes)
+    compared = sorted(i for group in groups for i in group)
     coarse = _program_tolerance(float_types)
-
-    def perturbed(units: float) -> tuple[Trajectory, list[np.ndarray]]:
-        """The trajectory from a perturbed start, and the start."""
-        start = perturb(initial, float_types, units)
-        return run(start, [perturb(batch, float_types, units) for batch in batches]), start
-
-    changes = _changes(trajectory, initial)
-    near, start = perturbed(1.0)
-    noise = [
-        NOISE_FACTOR * _apart(a, b) for a, b in zip(_changes(near, start), changes, strict=True)
-    ]
-    metrics_slack = tuple(
-        tuple(NOISE_FACTOR * norms.distance(a[0], b[0]) for a, b in zip(x, y, strict=True))
-        for x, y in zip(near.metrics, trajectory.metrics, strict=True)
-    )
     fine = coarse == _TOLERANCE
-    far = _changes(*perturbed(_PROBE if fine else _COARSE_PROBE))
-    slack = [s + _jumps(a, b) for s, a, b in zip(noise, far, changes, strict=True)]
-    if fine:
-        part = _changes(*perturbed(_PROBE * _PART))
-        rows = zip(part, far, changes, noise, strict=True)
-        slack = [s + _kinks(*row) for s, row in zip(slack, rows, strict=True)]
+
+    def perturbed(units: float) -> tuple[Trajectory, Perturbed]:
+        """The trajectory from a perturbed start, and the start."""
+        start = Perturbed(initial, float_types, units)
+        return run(start, [Perturbed(batch, float_types, units) for batch in batches]), start
+
+    def last_state() -> tuple[dict[int, np.ndarray], tuple[tuple[np.ndarray, ...], ...]]:
+        trajectory = run(initial, batches)
+        first = tuple(tuple(copies[0] for copies in step) for step in trajectory.metrics)
+        return {i: trajectory.state[i][0] for i in compared}, first
+
+    state, metrics = last_state()
+
+    def change(i: int) -> _Change:
+        return _Change(state[i], initial[i])
+
+    def noises() -> tuple[dict[int, float], tuple[tuple[float, ...], ...]]:
+        """What one unit in the last place does to each leaf, and to each metric by step."""
+        near, start = perturbed(1.0)
+        found = {
+            i: NOISE_FACTOR * _apart(_Change(near.state[i][0], start[i]), change(i))
+            for i in compared
+        }
+        return found, tuple(
+            tuple(NOISE_FACTOR * norms.distance(a[0], b) for a, b in zip(x, y, strict=True))
+            for x, y in zip(near.metrics, metrics, strict=True)
+        )
+
+    def jumped(group: Sequence[int]) -> dict[int, np.ndarray]:
+        """Adds the jumps of some leaves to their slack; the perturbed leaves, for `kinked`."""
+        far, start = perturbed(_PROBE if fine else _COARSE_PROBE)
+        kept = {}
+        for i in group:
+            new = far.state[i][0]
+            slack[i] += _jumps(_Change(new, start[i]), change(i))
+            if fine and change(i).is_float:
+                kept[i] = new
+        return kept
+
+    def kinked(far: dict[int, np.ndarray]) -> None:
+        """Adds the kinks of some leaves to their slack."""
+        part, start = perturbed(_PROBE * _PART)
+        far_start = Perturbed(initial, float_types, _PROBE)
+        for i in far:
+            moved = _Change(far[i], far_start[i])
+            slack[i] += _kinks(_Change(part.state[i][0], start[i]), moved, change(i), noise[i])
+
+    noise, metrics_slack = noises()
+    slack = dict(noise)
+    for group in groups:
+        far = jumped(group)
+        if fine:
+            kinked(far)
     return Reference(
         steps=len(batches),
         initial=tuple(initial),
-        trajectory=trajectory,
-        state_slack=tuple(slack),
+        state=tuple(state.get(i) for i in range(len(initial))),
+        metrics=metrics,
+        state_slack=tuple(slack.get(i, 0.0) for i in range(len(initial))),
         metrics_slack=metrics_slack,
         coarse=coarse,
     )
+
+
+def _groups(leaves: Sequence[np.ndarray], room_bytes: int | None) -> list[list[int]]:
+    """The leaves to compare, in groups for which a second state fits in the room.
+
+    All leaves are one group where there is room for two states. Where there is none for one, the
+    smallest leaves are compared.
+    """
+    if room_bytes is None:
+        return [list(range(len(leaves)))]
+    room = room_bytes
+    chosen: list[int] = []
+    for i in sorted(range(len(leaves)), key=lambda i: leaves[i].nbytes):
+        if (1 + _WORKING) * leaves[i].nbytes > room:
+            break
+        room -= leaves[i].nbytes
+        chosen.append(i)
+    largest = leaves[chosen[-1]].nbytes if chosen else 0
+    room = max(room - _WORKING * largest, largest)
+    groups: list[list[int]] = []
+    used = room
+    for i in sorted(chosen):
+        if used + leaves[i].nbytes > room or not groups:
+            groups.append([])
+            used = 0
+        groups[-1].append(i)
+        used += leaves[i].nbytes
+    return groups
 
 
 class _Change(NamedTuple):
@@ -283,10 +388,6 @@ class _Change(NamedTuple):
     @property
     def is_float(self) -> bool:
         return bool(jnp.issubdtype(self.new.dtype, jnp.inexact))
-
-
-def _changes(trajectory: Trajectory, start: Sequence[np.ndarray]) -> list[_Change]:
-    return [_Change(new[0], old) for new, old in zip(trajectory.state, start, strict=True)]
 
 
 def _apart(moved: _Change, change: _Change) -> float:
@@ -338,27 +439,42 @@ def compare(
       A report, also when leaves are off; a Failure of kind numerics where the candidate has values
       that are not finite and the reference has not, or where both blew up.
     """
-    broken = not_finite(candidate, against.trajectory, against.initial, state_paths, metric_paths)
-    if broken is not None:
-        return broken
-    state = []
-    for path, copies, expected, start, slack in zip(
-        state_paths,
-        candidate.state,
-        against.trajectory.state,
-        against.initial,
-        against.state_slack,
-        strict=True,
+    numbers = any(_has_numbers(leaf) for leaf in against.initial)
+    state, metrics, unchecked = [], [], []
+    for i, (path, expected, start, slack) in enumerate(
+        zip(state_paths, against.state, against.initial, against.state_slack, strict=True)
     ):
-        state.append(_leaf(path, copies, expected[0], start, slack, against.coarse))
-    metrics = []
-    for step, (got, wanted, slacks) in enumerate(
-        zip(candidate.metrics, against.trajectory.metrics, against.metrics_slack, strict=True), 1
+        if expected is None:
+            unchecked.append(path)
+            continue
+        copies = candidate.state[i]
+        if (broken := _broken(path, copies, expected, start if numbers else None)) is not None:
+            return broken
+        state.append(_leaf(path, copies, expected, start, slack, against.coarse))
+    for where, copies, expected, slack in _by_step(
+        metric_paths, candidate.metrics, against.metrics, against.metrics_slack
     ):
-        for path, copies, expected, slack in zip(metric_paths, got, wanted, slacks, strict=True):
-            where = f"{path} at step {step}"
-            metrics.append(_leaf(where, copies, expected[0], None, slack, against.coarse))
-    return NumericsReport(steps=against.steps, state=tuple(state), metrics=tuple(metrics))
+        if (broken := _broken(where, copies, expected, None)) is not None:
+            return broken
+        metrics.append(_leaf(where, copies, expected, None, slack, against.coarse))
+    return NumericsReport(
+        steps=against.steps,
+        state=tuple(state),
+        metrics=tuple(metrics),
+        unchecked=tuple(unchecked),
+    )
+
+
+def _by_step(
+    paths: Sequence[str],
+    got: Sequence[Sequence[Copies]],
+    expected: Sequence[Sequence[np.ndarray]],
+    slacks: Sequence[Sequence[float]],
+) -> Iterable[tuple[str, Copies, np.ndarray, float]]:
+    """Each metric of each step: its path with the step, and what belongs to it."""
+    for step, rows in enumerate(zip(got, expected, slacks, strict=True), 1):
+        for path, copies, right, slack in zip(paths, *rows, strict=True):
+            yield f"{path} at step {step}", copies, right, slack
 
 
 def _leaf(
@@ -399,39 +515,55 @@ def _leaf(
 
 
 def not_finite(
-    candidate: Trajectory,
-    expected: Trajectory,
+    program: Trajectory,
     initial: Sequence[np.ndarray],
     state_paths: Sequence[str],
     metric_paths: Sequence[str],
 ) -> Failure | None:
-    """The failure that says where a value is not finite that should be; None if all is well.
+    """The failure that says where a program's values are not finite; None if all are well.
 
     Values that were not finite before the first step and still are the same (a best loss of inf,
-    a mask of -inf, an evaluation of NaN that is yet to come) are no failure; but for those of a
-    state that is no number anywhere, of which nothing could be compared.
-
-    Args:
-      expected: the reference's; of a program that is the reference its own.
+    a mask of -inf, an evaluation of NaN that is yet to come) are no failure, unless the initial
+    state has no number anywhere: nothing of it could be compared.
     """
     numbers = any(_has_numbers(leaf) for leaf in initial)
-    rows = list(zip(state_paths, candidate.state, expected.state, strict=True))
-    starts: list[np.ndarray | None] = list(initial)
-    for step, (got, wanted) in enumerate(zip(candidate.metrics, expected.metrics, strict=True), 1):
-        names = [f"{path} at step {step}" for path in metric_paths]
-        rows += zip(names, got, wanted, strict=True)
-        starts += [None] * len(names)
-    for (path, copies, (right, *_)), start in zip(rows, starts, strict=True):
-        if not jnp.issubdtype(right.dtype, jnp.inexact):
-            continue
-        for copy in copies:
-            known = [start] if start is not None and numbers else []
-            pieces = over_pieces(_blown, copy, right, *known)
-            bad, blown = (sum(piece[k] for piece in pieces) for k in (0, 1))
-            if bad:
-                both = " in the reference too" if blown and expected is not candidate else ""
-                message = f"{path}: {bad} of {copy.size} values are not finite{both}"
-                return Failure(stage=Stage.PROFILE, kind=Kind.NUMERICS, message=message)
+    for i, (path, start) in enumerate(zip(state_paths, initial, strict=True)):
+        copies = program.state[i]
+        broken = _broken(path, copies, copies[0], start if numbers else None, alone=True)
+        if broken is not None:
+            return broken
+    for step, got in enumerate(program.metrics, 1):
+        for path, copies in zip(metric_paths, got, strict=True):
+            broken = _broken(f"{path} at step {step}", copies, copies[0], None, alone=True)
+            if broken is not None:
+                return broken
+    return None
+
+
+def _broken(
+    path: str,
+    copies: Copies,
+    expected: np.ndarray,
+    start: np.ndarray | None,
+    alone: bool = False,
+) -> Failure | None:
+    """The failure that a leaf or a metric is not finite where it should be.
+
+    Args:
+      start: its value before the first step: what was not finite there may stay so. None for
+        metrics, and in a state without numbers.
+      alone: there is no reference, `expected` is the program's own.
+    """
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        return None
+    known = [] if start is None else [start]
+    for copy in copies:
+        pieces = over_pieces(_blown, copy, expected, *known)
+        bad, blown = (sum(piece[k] for piece in pieces) for k in (0, 1))
+        if bad:
+            both = " in the reference too" if blown and not alone else ""
+            message = f"{path}: {bad} of {copy.size} values are not finite{both}"
+            return Failure(stage=Stage.PROFILE, kind=Kind.NUMERICS, message=message)
     return None
 
 

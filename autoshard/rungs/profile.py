@@ -120,6 +120,7 @@ def judge(
             numerics=verdict.kind,
             numerics_error=verdict.error,
             numerics_where=verdict.where,
+            numerics_allowed=verdict.allowed,
             elapsed_s=time.perf_counter() - start[runner.name],
         )
     for finalist in finalists:

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -405,6 +406,42 @@ def test_a_profiler_of_the_users_own_costs_the_trace_alone(bench, tmp_path):
     assert isinstance(failure, Failure) and "RuntimeError" in failure.message
     bench.load("one", lowered.train_module(lowered.ONE))
     assert bench.trace("one", str(tmp_path / "ours"), 1) == str(tmp_path / "ours")
+
+
+def test_the_host_holds_one_replica_at_a_time(monkeypatch):
+    """On accelerators each shard that is read is a copy."""
+    monkeypatch.setattr(bench_file, "_read", lambda shard: np.array(shard.data))
+    whole = NamedSharding(lowered.make_mesh(DATA), P())
+    array = jax.device_put(np.ones((1000, 1000), np.float32), whole)
+    tracemalloc.start()
+    try:
+        (copy,) = bench_file._copies(array)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert copy.nbytes < peak < 2.5 * copy.nbytes
+
+
+def test_what_is_read_of_a_shard_is_not_kept_by_jax():
+    """On CPU devices an array is read in place: its cache is asked for here."""
+    array = jax.device_put(np.ones((8, 4)), NamedSharding(lowered.make_mesh(DATA), P("data")))
+    (first, *_) = array.addressable_shards
+    read = bench_file._alone(first)
+    assert read is not first.data
+    np.testing.assert_array_equal(read, first.data)
+
+
+def test_a_host_with_little_memory_compares_fewer_leaves(bench, monkeypatch):
+    one = lowered.train_module(lowered.ONE)
+    assert bench.numerics("data", "reference").unchecked == ()
+    needed = bench._executable(bench._entries["reference"]).memory.peak_bytes
+    monkeypatch.setattr(bench_file.host, "available_bytes", lambda: needed + 20_000)
+    assert bench.trust("reference", one) is None
+    report = bench.numerics("data", "reference")
+    assert report.passed and report.unchecked and report.state
+    monkeypatch.undo()
+    assert bench.trust("reference", one) is None
+    assert bench.numerics("data", "reference").unchecked == ()
 
 
 def test_failures_are_values(bench):

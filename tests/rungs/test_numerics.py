@@ -1,12 +1,16 @@
+import tracemalloc
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autoshard.rungs.numerics import (
+    LeafError,
     NumericsReport,
+    Perturbed,
     Trajectory,
     compare,
-    perturb,
     reference,
 )
 from autoshard.rungs.pieces import PIECE
@@ -150,7 +154,7 @@ def test_integers_are_exact_unless_rounding_moves_the_reference_too():
     ref = reference(START, F32, BATCHES[:1], counting)
     shifted = counting([np.nextafter(START[0], np.float32(9))], BATCHES)
     report = compare(
-        Trajectory(state=ref.trajectory.state, metrics=shifted.metrics), ref, ["x"], ["count"]
+        Trajectory(state=((ref.state[0],),), metrics=shifted.metrics), ref, ["x"], ["count"]
     )
     assert report.passed and report.noisy == ("count at step 1",)
 
@@ -215,12 +219,12 @@ def test_metrics_are_compared_by_value_at_each_step():
 @pytest.mark.parametrize(("floats", "most"), [({"f32"}, 2.4e-7), ({"f32", "bf16"}, 4e-3)])
 def test_perturbing_moves_every_float_a_little_and_nothing_else(floats, most):
     values = [*START, np.arange(3), np.array([True]), np.float32(0), np.zeros((0, 2), np.float32)]
-    moved = perturb([np.asarray(v) for v in values], frozenset(floats))
+    moved = Perturbed([np.asarray(v) for v in values], frozenset(floats))
     relative = np.abs(moved[0] / START[0] - 1)
     assert relative.min() > 0 and most / 4 < relative.max() <= most
     for before, after in zip(values[1:], moved[1:], strict=True):
         np.testing.assert_array_equal(before, after)
-    again = perturb([np.asarray(v) for v in values], frozenset(floats))
+    again = Perturbed([np.asarray(v) for v in values], frozenset(floats))
     np.testing.assert_array_equal(moved[0], again[0])
 
 
@@ -259,3 +263,84 @@ def test_a_large_leaf_is_judged_as_its_parts_together():
         moved[place] = np.nan
         broken = compare(trajectory(moved), ref, ["state.x"], [])
         assert isinstance(broken, Failure) and f"1 of {size} values" in broken.message
+
+
+class ReadLate(Sequence):
+    """A last state that is made leaf by leaf as it is read, as from devices."""
+
+    def __init__(self, start, change):
+        self.start, self.change = start, change
+
+    def __len__(self):
+        return len(self.start)
+
+    def __getitem__(self, index):
+        return (self.start[index] + np.float32(self.change),)
+
+
+def many_leaves(count=30):
+    return [
+        np.random.default_rng(k).normal(size=2 * PIECE).astype(np.float32) for k in range(count)
+    ]
+
+
+def test_the_host_holds_two_states_beside_the_initial_one():
+    start = many_leaves()
+    total = sum(leaf.nbytes for leaf in start)
+    tracemalloc.start()
+    try:
+        reference(start, F32, BATCHES, lambda s, _: Trajectory(state=ReadLate(s, 0.5), metrics=()))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 2 * total < peak < 2.9 * total  # pieces in double precision come on top
+
+
+@pytest.mark.parametrize("kept", [1.4, 1.8])
+def test_with_less_room_the_reference_runs_more_often_and_allows_the_same(kept):
+    start = many_leaves(8)
+    start[3] = np.arange(4)
+    total = sum(leaf.nbytes for leaf in start)
+    runs = []
+
+    def run(state, batches):
+        runs.append(1)
+        return Trajectory(state=ReadLate(state, 0.5), metrics=())
+
+    whole = reference(start, F32, BATCHES, run)
+    assert len(runs) == 4
+    reserved = 4 * start[0].nbytes
+    parted = reference(start, F32, BATCHES, run, room_bytes=int(kept * total) + reserved)
+    assert len(runs) > 4 + 4
+    assert parted.state_slack == whole.state_slack
+    for a, b in zip(parted.state, whole.state, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_leaves_without_room_are_named_and_the_others_are_compared():
+    start = [np.ones(n, np.float32) for n in (1000, 8, 2000, 16)]
+    paths = ["large", "a", "larger", "b"]
+    change = [np.full(x.size, 1e-3, np.float32) for x in start]
+
+    def run(state, batches):
+        return trajectory(*(x + d for x, d in zip(state, change, strict=True)))
+
+    ref = reference(start, F32, BATCHES, run, room_bytes=3000)
+    moved = [x + d for x, d in zip(start, change, strict=True)]
+    report = compare(trajectory(*moved), ref, paths, [])
+    assert report.unchecked == ("large", "larger")
+    assert [leaf.path for leaf in report.state] == ["a", "b"] and report.passed
+    wrong = [*moved[:3], moved[3] + 1]
+    assert not compare(trajectory(*wrong), ref, paths, []).passed
+    none = compare(trajectory(*moved), reference(start, F32, BATCHES, run, 0), paths, [])
+    assert none.unchecked == tuple(paths) and none.state == ()
+
+
+def test_the_worst_leaf_is_the_one_nearest_to_what_it_is_allowed():
+    coarse = LeafError(path="coarse", error=7e-3, tolerance=3e-2)
+    fine = LeafError(path="fine", error=9e-5, tolerance=1e-4)
+    equal = LeafError(path="equal", error=0.0, tolerance=0.0)
+    counted = LeafError(path="counted", error=0.1, tolerance=0.0)
+    assert NumericsReport(steps=2, state=(coarse, fine, equal), metrics=()).worst is fine
+    assert NumericsReport(steps=2, state=(coarse, equal), metrics=(counted,)).worst is counted
+    assert NumericsReport(steps=2, state=(), metrics=()).worst is None

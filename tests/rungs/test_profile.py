@@ -29,7 +29,8 @@ class Pretended:
 
     renew = None
 
-    def __init__(self, seconds, errors=(), broken=()):
+    def __init__(self, seconds, errors=(), broken=(), unchecked=()):
+        self.unchecked = tuple(unchecked)
         self.seconds, self.errors, self.broken = seconds, dict(errors), dict(broken)
         self.loaded, self.compared, self.calls = set(), [], []
         self.trusted = None
@@ -65,7 +66,7 @@ class Pretended:
         self.compared.append((name, reference))
         off = abs(self.errors.get(name, 0.0) - self.errors.get(reference, 0.0))
         leaf = LeafError(path="state['w']", error=off, tolerance=1e-4)
-        return NumericsReport(steps=2, state=(leaf,), metrics=())
+        return NumericsReport(steps=2, state=(leaf,), metrics=(), unchecked=self.unchecked)
 
     def trace(self, name, folder, steps):
         assert name in self.loaded
@@ -121,6 +122,7 @@ def test_the_fastest_comes_first_and_all_samples_are_kept():
         assert set(outcome.samples_s) == {bench.seconds[name]}
         assert len(outcome.samples_s) == len(outcome.rounds) >= 3
         assert (outcome.numerics, outcome.numerics_where) == ("exact", "state['w']")
+        assert outcome.numerics_allowed == 1e-4
         assert outcome.trace == "" and outcome.devices == ()
     assert bench.compared == [("a", "ref"), ("b", "ref"), ("c", "ref")]
     assert bench.loaded == set(), "everything is freed again"
@@ -141,6 +143,13 @@ def test_who_computes_something_else_does_not_race():
     failure = result.outcomes["b"]
     assert failure.kind is Kind.NUMERICS and "state['w']" in failure.message
     assert result.ranking == ("a",) and told == [("b", failure)]
+
+
+def test_a_check_of_some_leaves_is_noted_once():
+    bench = Pretended({"a": 0.03, "b": 0.01}, unchecked=["state['v']", "state['u']"])
+    (note,) = judged(bench, [finalist("a"), finalist("b")]).notes
+    assert "compared 1 of 3 state leaves" in note and "state['v']" in note
+    assert judged(Pretended({"a": 0.03}), [finalist("a")]).notes == ()
 
 
 def test_failures_are_told_at_once_and_cost_one_finalist():
@@ -273,11 +282,13 @@ def test_an_earlier_check_stands():
         numerics="exact",
         numerics_error=1e-7,
         numerics_where="state['v']",
+        numerics_allowed=3e-2,
     )
     bench = Pretended({"a": 0.03, "b": 0.01})
     result = judged(bench, [finalist("a", checked=earlier), finalist("b")])
     assert bench.compared == [("b", "ref")]
     assert result.outcomes["a"].numerics_where == "state['v']"
+    assert result.outcomes["a"].numerics_allowed == 3e-2
     assert result.outcomes["a"].samples_s[0] == 0.03
 
 
