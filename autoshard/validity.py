@@ -13,8 +13,8 @@ from autoshard.catalogue import catalogue
 from autoshard.compat.device_order import known_kind
 from autoshard.compat.versions import versions
 from autoshard.driver import Subject
-from autoshard.errors import PlanError, TargetError, WorkloadError
-from autoshard.lowering import NOT_LOWERED, lower_step
+from autoshard.errors import LoweringError, PlanError, TargetError, WorkloadError
+from autoshard.lowering import lower_step
 from autoshard.plan import Plan
 from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
 from autoshard.program import trace
@@ -173,7 +173,7 @@ def _lowering(path: str | os.PathLike[str], target: Target) -> Iterator[None]:
     """What JAX cannot lower for these devices (a kernel of another platform) is a PlanError."""
     try:
         yield
-    except NOT_LOWERED as error:
+    except LoweringError as error:
         raise PlanError(
             f"the step of {path} cannot be lowered for {target.describe()}: {error}"
         ) from error

@@ -10,9 +10,10 @@ from autoshard.analysis import Analysis
 from autoshard.budget import Budget, Callback, Event
 from autoshard.compat.versions import versions
 from autoshard.cost import MODEL_REVISION, Constants, Correction, CostModel
+from autoshard.errors import LoweringError
 from autoshard.journal import Journal, key_of
 from autoshard.layout import Candidate, Layout
-from autoshard.lowering import NOT_LOWERED, lower_step
+from autoshard.lowering import lower_step
 from autoshard.module import Module
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import WorkerSettings
@@ -216,8 +217,10 @@ class Ledger:
                 analysis = subject.analysis_for(row.candidate.layout)
                 row.module = lower_step(analysis, self.specs_of(row), self.target)
                 row.digest = row.module.digest
-            except NOT_LOWERED as error:
-                return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
+            except LoweringError as error:
+                cause = error.__cause__
+                assert isinstance(cause, Exception)
+                return failure_of(cause, Stage.COMPILE, time.perf_counter() - start)
         return row.module
 
     def settings(self, name: str) -> WorkerSettings:

@@ -7,9 +7,8 @@ import numpy as np
 from autoshard.analysis import Analysis
 from autoshard.compat import shardings
 from autoshard.compat.judged import Communication, Judged
-from autoshard.compat.partitioner import REFUSALS
 from autoshard.cost import Constants, CostModel
-from autoshard.errors import LayoutError
+from autoshard.errors import LayoutError, PartitionerRefused
 from autoshard.layout import Layout
 from autoshard.partitioned import Partition, partitioned
 from autoshard.rungs.failures import declined
@@ -24,8 +23,6 @@ from autoshard.rungs.shifting import shifting_collectives
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.trial import Estimate, Failure, Rung
-
-_DECLINED: tuple[type[Exception], ...] = (LayoutError, *REFUSALS)
 
 _TEMPORARIES = (0.95, 1.3)
 """Which share of the temporaries judged here those of the compiled program are, from to.
@@ -75,9 +72,9 @@ class Propagator:
                 start -= partition.elapsed_s
             elif specs.mesh:
                 judged = partitioned(self._analysis, specs, self._attributes)
-            return self._estimate(specs, judged, cost, start)
-        except _DECLINED as error:
+        except (LayoutError, PartitionerRefused) as error:
             return declined(error, time.perf_counter() - start)
+        return self._estimate(specs, judged, cost, start)
 
     def _estimate(
         self, specs: Specs, judged: Judged | None, cost: CostModel, start: float

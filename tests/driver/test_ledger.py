@@ -6,11 +6,16 @@ import types
 
 import pytest
 
+from autoshard import lowering
+from autoshard.compat import stablehlo
 from autoshard.cost import CostModel
 from autoshard.driver import ledger as ledger_file
 from autoshard.driver.ledger import Row
+from autoshard.errors import LoweringError
 from autoshard.layout import Candidate, Layout
+from autoshard.strategy import baselines
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Rung, Stage
+from tests import analysed
 from tests.analysed import CONSTANTS
 
 
@@ -85,6 +90,31 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
         case "more":
             asked["seed"] = 1
     assert ledger.key(**asked) != before
+
+
+def test_what_jax_cannot_lower_is_a_failure_and_a_bug_is_none(ledger, monkeypatch):
+    of = analysed.subject("scanned_mlp")
+    ledger.subjects, candidate = [of], baselines(of.space)[0].candidate
+    row = Row(subject=0, candidate=candidate, baseline="", program=0, propagated=None)
+
+    def cannot(traced, platform):
+        try:
+            raise NotImplementedError("no rule for this platform")
+        except NotImplementedError as error:
+            raise LoweringError("cannot") from error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stablehlo, "lower", cannot)
+        failure = ledger.module_of(row)
+    assert isinstance(failure, Failure) and failure.kind is Kind.UNSUPPORTED
+    assert failure.message == "NotImplementedError: no rule for this platform"
+
+    def bug(analysis, specs):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(lowering, "told", bug)
+    with pytest.raises(TypeError, match="a bug"):
+        ledger.module_of(row)
 
 
 def test_of_rows_that_came_to_one_program_one_stands_for_it(ledger):
