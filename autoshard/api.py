@@ -30,7 +30,7 @@ from autoshard.subjects import (
     make_subject,
     trace_all,
 )
-from autoshard.target import Target, find_target
+from autoshard.target import Target, find_target, require_own_devices
 from autoshard.trial import Measurement, Stage
 from autoshard.validity import checked_plan
 
@@ -85,9 +85,10 @@ def search(
     Raises:
       WorkloadError: a model_fn, step, init or batch that cannot be searched, or knobs or a
         mesh_shape that there are not.
-      TargetError: `mesh` names no usable devices, or hardware whose compiler is not installed, or
-        accelerators that are here, with an executor; `memory_bytes` is not positive, or more than
-        named hardware has; `hardware` cannot be read (`CatalogueError`), or devices are here.
+      TargetError: `mesh` names no usable devices, devices of several processes, hardware whose
+        compiler is not installed, or accelerators that are here, with an executor; `memory_bytes`
+        is not positive, or more than named hardware has; `hardware` cannot be read
+        (`CatalogueError`), or devices are here.
       LayoutError: `fix` names nothing, or mesh axes that there are not.
       JournalError: not a journal, damaged, of another schema, or in use by another search.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
@@ -103,6 +104,7 @@ def search(
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}: batches are drawn from it")
     target = find_target(mesh, memory_bytes, hardware)
+    require_own_devices(target)
     if executor is not None and target.is_here and target.platform != "cpu":
         raise TargetError(
             f"got an executor for {target.describe()} that are here, expected none: its processes"
