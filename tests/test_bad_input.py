@@ -254,6 +254,27 @@ def test_what_fits_nowhere_is_told_which_knob_value_would_do(quick):
     assert plan.knobs == {"parts": value}
 
 
+def test_advice_traces_the_model_once_for_each_knob_and_says_what_it_raised(quick):
+    """Tracing a large model takes minutes."""
+    traced = []
+
+    def model_fn(parts: int, other: int) -> autoshard.Workload:
+        traced.append((parts, other))
+        if other > 1:
+            raise ArithmeticError("the user's own: other is 1 at most\nand more lines")
+        return in_parts(1)
+
+    with pytest.raises(NoPlanError) as caught:
+        quick(model_fn, knobs={"parts": (1,), "other": (1,)}, memory_bytes=100_000, budget=SMALL)
+    text = str(caught.value)
+    assert traced == [(1, 1), (1, 8), (8, 1)]
+    said = "other=8 cannot be judged: ArithmeticError: the user's own: other is 1 at most."
+    assert said in text.splitlines()
+    assert re.search(
+        r"^parts=8: by rung 1 about .* MiB on .*, which is still too much\.$", text, re.M
+    )
+
+
 def test_only_what_fits_is_planned(quick, searched):
     """With room for some layouts, the plan is one of them, whatever is faster."""
     compiled = [t.compiled for t in searched.plan.evidence.trials if t.compiled and t.baseline]
