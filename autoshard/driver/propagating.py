@@ -125,7 +125,7 @@ class _Propagation:
                 continue
             self._ask(i, asked[: limit - len(ledger.rows)])
             for candidate in asked:
-                if len(ledger.rows) >= limit or ledger.late(share):
+                if len(ledger.rows) >= limit or ledger.stops("judging layouts", share):
                     live = []
                     break
                 self._judge(i, candidate, "")

@@ -45,15 +45,31 @@ def test_shares_of_the_seconds_are_of_what_tracing_leaves(ledger, clock):
     """A calibration of half a minute must not take all of the time of rung 1."""
     ledger.budget = dataclasses.replace(ledger.budget, seconds=100.0)
     ledger.start_s, clock.now_s, ledger.elapsed_s = 0.0, 60.0, {"trace": 60.0}
-    assert not ledger.late(0.25) and ledger.ended == "finished"
+    assert not ledger.late(0.25)
     clock.now_s = 69.0
     assert not ledger.late(0.25)
     clock.now_s = 71.0
-    assert ledger.late(0.25) and not ledger.late(1.0) and ledger.ended == "out of time"
+    assert ledger.late(0.25) and not ledger.late(1.0)
     clock.now_s = 101.0
     assert ledger.late(1.0)
     ledger.elapsed_s, clock.now_s = {"trace": 120.0}, 121.0
     assert ledger.late(0.25), "nothing is left"
+
+
+def test_only_a_search_whose_whole_time_is_up_is_out_of_time(ledger, clock):
+    ledger.budget = dataclasses.replace(ledger.budget, seconds=100.0)
+    ledger.start_s, clock.now_s = 0.0, 30.0
+    assert ledger.late(0.25) and ledger.how_it_ended() == "finished", "a question changes nothing"
+    assert not ledger.stops("compiling", 0.45) and ledger.how_it_ended() == "finished"
+    assert ledger.stops("judging layouts", 0.25)
+    assert ledger.how_it_ended() == "cut short: judging layouts"
+    clock.now_s = 80.0
+    assert ledger.stops("measuring", 0.7) and ledger.stops("measuring", 0.7)
+    assert ledger.how_it_ended() == "cut short: judging layouts, measuring"
+    clock.now_s = 101.0
+    assert ledger.how_it_ended() == "out of time"
+    ledger.interrupted = True
+    assert ledger.how_it_ended() == "interrupted"
 
 
 @pytest.mark.parametrize(
