@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from autoshard.budget import Budget, Callback, Event
+from autoshard.budget import Budget, Callback, Event, harmless
 from autoshard.compat.noise import start_jax
 from autoshard.driver import Found, Subject, run_search
 from autoshard.errors import NoPlanError, TargetError
@@ -77,7 +77,8 @@ def search(
       hardware: a catalogue file with chips or links of your own, or with corrected figures; for
         named hardware alone.
       seed: of every random choice.
-      callbacks: called with an `Event` now and then.
+      callbacks: called with an `Event` now and then. One that raises is logged and not called
+        again, unless it raises KeyboardInterrupt, which is Ctrl-C.
 
     Returns:
       The plan. Ctrl-C, or the end of the budget, returns the best so far and says so.
@@ -114,6 +115,7 @@ def search(
     if not target.is_here:
         start_jax()
         budget = dataclasses.replace(budget, profiles=0)
+    callbacks = [harmless(callback) for callback in callbacks]
     limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
     def tell(done: int, text: str) -> None:

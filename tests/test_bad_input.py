@@ -495,12 +495,21 @@ def test_a_seed_that_draws_no_batch_is_told_at_once():
         autoshard.search(None, jax.devices(), seed=-1)
 
 
-def test_a_callback_that_raises_ends_the_search_with_its_own_error(quick):
-    def callback(event):
-        raise RuntimeError("the progress bar broke")
+@pytest.mark.parametrize("stage", [Stage.TRACE, Stage.PROPAGATE, Stage.COMPILE])
+def test_a_callback_that_raises_costs_no_search(quick, caplog, stage):
+    told, others = [], []
 
-    with pytest.raises(RuntimeError, match="the progress bar broke"):
-        quick(callbacks=(callback,))
+    def callback(event):
+        told.append(event)
+        if event.stage is stage:
+            raise ZeroDivisionError("the user's own mistake")
+
+    plan = quick(callbacks=(callback, others.append))
+    assert plan.evidence.ended == "finished"
+    assert told[-1].stage is stage and sum(e.stage is stage for e in told) == 1
+    assert len(others) > len(told)
+    (record,) = (r for r in caplog.records if r.levelname == "ERROR")
+    assert "not called again" in record.message and "own mistake" in caplog.text
 
 
 def test_an_executor_of_processes_works(calibration):
