@@ -7,10 +7,6 @@ by importing this package, and has no use for most of it.
 import importlib
 from typing import TYPE_CHECKING
 
-from autoshard.compat.noise import import_jax as _import_jax
-
-_import_jax()  # before anything else does: what its plugins write is for the log
-
 if TYPE_CHECKING:
     from autoshard.api import load_plan as load_plan
     from autoshard.api import search as search

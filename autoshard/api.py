@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from autoshard.budget import Budget, Callback, Event
+from autoshard.budget import Budget, Callback, Event, harmless
 from autoshard.compat.noise import start_jax
 from autoshard.driver import Found, Subject, run_search
 from autoshard.errors import NoPlanError, TargetError
@@ -30,7 +30,7 @@ from autoshard.subjects import (
     make_subject,
     trace_all,
 )
-from autoshard.target import Target, find_target
+from autoshard.target import Target, find_target, require_own_devices
 from autoshard.trial import Measurement, Stage
 from autoshard.validity import checked_plan
 
@@ -77,7 +77,8 @@ def search(
       hardware: a catalogue file with chips or links of your own, or with corrected figures; for
         named hardware alone.
       seed: of every random choice.
-      callbacks: called with an `Event` now and then.
+      callbacks: called with an `Event` now and then. One that raises is logged and not called
+        again, unless it raises KeyboardInterrupt, which is Ctrl-C.
 
     Returns:
       The plan. Ctrl-C, or the end of the budget, returns the best so far and says so.
@@ -85,9 +86,10 @@ def search(
     Raises:
       WorkloadError: a model_fn, step, init or batch that cannot be searched, or knobs or a
         mesh_shape that there are not.
-      TargetError: `mesh` names no usable devices, or hardware whose compiler is not installed, or
-        accelerators that are here, with an executor; `memory_bytes` is not positive, or more than
-        named hardware has; `hardware` cannot be read (`CatalogueError`), or devices are here.
+      TargetError: `mesh` names no usable devices, devices of several processes, hardware whose
+        compiler is not installed, or accelerators that are here, with an executor; `memory_bytes`
+        is not positive, or more than named hardware has; `hardware` cannot be read
+        (`CatalogueError`), or devices are here.
       LayoutError: `fix` names nothing, or mesh axes that there are not.
       JournalError: not a journal, damaged, of another schema, or in use by another search.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
@@ -103,6 +105,7 @@ def search(
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}: batches are drawn from it")
     target = find_target(mesh, memory_bytes, hardware)
+    require_own_devices(target)
     if executor is not None and target.is_here and target.platform != "cpu":
         raise TargetError(
             f"got an executor for {target.describe()} that are here, expected none: its processes"
@@ -112,6 +115,7 @@ def search(
     if not target.is_here:
         start_jax()
         budget = dataclasses.replace(budget, profiles=0)
+    callbacks = [harmless(callback) for callback in callbacks]
     limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
     def tell(done: int, text: str) -> None:

@@ -1,9 +1,12 @@
 """Budget: how much a search may spend; and the events that tell how far it is."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
 from autoshard.trial import Stage
+
+_log = logging.getLogger("autoshard")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +67,23 @@ class Event:
 
 
 Callback = Callable[[Event], None]
+
+
+def harmless(callback: Callback) -> Callback:
+    """A callback that costs no search: one that raised is logged and not called again.
+
+    KeyboardInterrupt passes: it ends a search, which keeps what it found.
+    """
+    raised = False
+
+    def call(event: Event) -> None:
+        nonlocal raised
+        if raised:
+            return
+        try:
+            callback(event)
+        except Exception:  # the user's own code
+            raised = True
+            _log.exception("the callback %r raised; it is not called again", callback)
+
+    return call

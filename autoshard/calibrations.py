@@ -4,18 +4,21 @@ A file has what it was measured on, the date and a digest. A damaged file is mea
 of another revision stays as it is, and one line in the log names it.
 """
 
+import functools
 import contextlib
 import hashlib
 import json
 import logging
 import os
 import pathlib
+import warnings
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from autoshard import calibrate
+from autoshard.atomic import write_atomically
 from autoshard.compat.compilers import compiler_version
 from autoshard.compat.threads import threads_asked
 from autoshard.cost import Constants
@@ -75,23 +78,27 @@ def calibrated(
     # Who measured at the same time and was done before has the constants of all.
     if (found := _kept(path)) is not None:
         return found
-    with contextlib.suppress(OSError):  # a cache that cannot be written is only slower
+    data = {
+        "identity": identity,
+        "date": constants.date,
+        "digest": constants.digest,
+        "constants": constants.to_json(),
+    }
+    try:
         keep.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(
-            json.dumps(
-                {
-                    "identity": identity,
-                    "date": constants.date,
-                    "digest": constants.digest,
-                    "constants": constants.to_json(),
-                },
-                indent=1,
-            ),
-            encoding="utf-8",
-        )
-        partial.replace(path)
+        write_atomically(path, json.dumps(data, indent=1).encode())
+    except OSError as error:
+        _warn_once(f"the calibration cannot be kept in {keep} ({error})")
     return constants
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"{reason}: each search calibrates this machine again; give search(calibration=) a folder"
+        " that can be written",
+        stacklevel=3,
+    )
 
 
 def _default_folder() -> pathlib.Path | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from autoshard.analysis import Analysis
 from autoshard.compat import shardings
 from autoshard.compat.judged import Communication, Judged
-from autoshard.compat.partitioner import REFUSALS
+from autoshard.errors import PartitionerRefused
 from autoshard.layout import Wording
 from autoshard.partitioned import partitioned
 from autoshard.rungs.propagate.operations import operations_of
@@ -121,7 +121,7 @@ class _Asked:
         one = self._whole
         try:
             other = partitioned(self._analysis, self.only(kept), self._attributes)
-        except REFUSALS:  # with fewer constraints the partitioner gives up
+        except PartitionerRefused:  # with fewer constraints the partitioner gives up
             return []
 
         def alike(one: Communication) -> tuple[object, ...]:

@@ -166,4 +166,3 @@ def groups_along_parts(
     if len(set(inside)) != len(inside):
         raise ValueError(f"parts {spans} of axes of {sizes} overlap")
     return _grouped(devices.reshape([high // low for _, low, high in places] or [1]), inside)
-

@@ -22,9 +22,6 @@ from autoshard.sites import Site
 from autoshard.specs import Specs
 from autoshard.target import Target
 
-NOT_LOWERED = (ValueError, TypeError, RuntimeError)
-"""What JAX raises of a program that it cannot lower for a platform; NotImplementedError is one."""
-
 
 def partition_spec(spec: Spec) -> PartitionSpec:
     """The canonical PartitionSpec: no trailing None, one axis as a plain name."""
@@ -100,9 +97,15 @@ def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
 
 @without_mesh()
 def lower_step(analysis: Analysis, specs: Specs, target: Target) -> Module:
-    """The step as a module that any process can compile."""
-    traced = jit_step(analysis, specs, target).trace(*shapes(analysis.program.inputs))
-    lowered = traced.lower(lowering_platforms=(target.lowering_platform,))
+    """The step as a module that any process can compile.
+
+    Raises:
+      LoweringError: JAX cannot lower it for the target's platform.
+    """
+    jitted = jit_step(analysis, specs, target)
+    lowered = stablehlo.lower(
+        jitted.trace(*shapes(analysis.program.inputs)), target.lowering_platform
+    )
     return module_of(
         lowered,
         specs.mesh or (("x", 1),),
@@ -132,9 +135,7 @@ def lower_unsharded(program: Program, target: Target) -> Module:
         mesh = target.any_mesh(shape)
         placed = {"in_shardings": shardings(mesh, none), "out_shardings": shardings(mesh, out)}
     jitted = jax.jit(jaxprs.as_function(step), keep_unused=True, **placed)
-    lowered = jitted.trace(*shapes(program.inputs)).lower(
-        lowering_platforms=(target.lowering_platform,)
-    )
+    lowered = stablehlo.lower(jitted.trace(*shapes(program.inputs)), target.lowering_platform)
     return module_of(
         lowered,
         shape or (("x", 1),),
@@ -153,9 +154,12 @@ def lower_init(program: Program, platform: str) -> Module:
 
     Args:
       platform: as lowering and compilers name it.
+
+    Raises:
+      LoweringError: JAX cannot lower it for the platform.
     """
     jitted = jax.jit(jaxprs.as_function(program.plain_init))
-    lowered = jitted.trace().lower(lowering_platforms=(platform,))
+    lowered = stablehlo.lower(jitted.trace(), platform)
     return module_of(
         lowered,
         (("x", 1),),

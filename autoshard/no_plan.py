@@ -90,14 +90,16 @@ def why_no_plan(
         program=subject.analysis.program,
         layout=layout,
         scale=peak / here.peak_memory_bytes if isinstance(here, Estimate) else 1.0,
+        excess=(peak - state) / (limit_bytes - state) if limit_bytes > state else math.inf,
     )
     peaks: dict[tuple[tuple[str, KnobValue], ...], int] = {}
     for other, _, needed in judged:
         values = other.candidate.knobs
         peaks[values] = min(needed, peaks.get(values, needed))
-    advice = knob_advice(model_fn, nearest, peaks, make_subject, cost, limit_bytes)
+    advice, remarks = knob_advice(model_fn, nearest, peaks, make_subject, cost, limit_bytes)
     lines += [f"  - {line}," for line in advice[:-1]]
     lines.append(f"  - or {advice[-1]}.")
+    lines += [f"{line}." for line in remarks]
     return "\n".join(lines)
 
 

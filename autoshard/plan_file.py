@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import TYPE_CHECKING
 
+from autoshard.atomic import write_atomically
 from autoshard.compat.compilers import compiler_version
 from autoshard.compat.versions import versions
 from autoshard.errors import AutoshardError, PlanError
@@ -91,16 +92,7 @@ def write_plan(plan: "Plan", path: str | os.PathLike[str]) -> None:
     }
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(target, (json.dumps(data, indent=1) + "\n").encode(), sync=True)
 
 
 def read_plan(path: str | os.PathLike[str]) -> PlanRecord:

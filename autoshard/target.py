@@ -203,6 +203,29 @@ def find_target(
     )
 
 
+def require_own_devices(target: Target) -> None:
+    """Refuses a search on devices of other processes of a job.
+
+    Each process would race candidates by its own clock, decide for itself, and wait for the others
+    in a collective that they never run.
+
+    Raises:
+      TargetError: a device belongs to another process than this one.
+    """
+    if not target.devices:
+        return
+    own = target.devices[0].client.process_index()
+    processes = sorted({d.process_index for d in target.devices})
+    if processes == [own]:
+        return
+    raise TargetError(
+        f"got {target.device_count} devices of processes {processes}, expected devices of process"
+        f" {own} alone, where this runs: a search cannot measure across processes yet; search for"
+        " the hardware by its name in one process (autoshard.targets()), save the plan, and load"
+        " it in every process (autoshard.load_plan)"
+    )
+
+
 def _named(topology: Topology, memory_bytes: int | None) -> Target:
     """A target that is not here; its compiler must be."""
     chip = topology.chip

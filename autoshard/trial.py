@@ -173,6 +173,8 @@ class Failure:
     """Why a rung has no answer for a candidate. A value, never an exception, never inf.
 
     Attributes:
+      message: at most `LONGEST_MESSAGE` characters. The middle of a longer one is left out: XLA
+        may print a whole program or all buffers, and a journal keeps every failure.
       missing_bytes: for an OOM, by how much the candidate exceeds the limit; else None.
     """
 
@@ -181,6 +183,21 @@ class Failure:
     message: str
     elapsed_s: float = 0.0
     missing_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", _shortened(self.message))
+
+
+LONGEST_MESSAGE = 4000
+
+
+def _shortened(text: str) -> str:
+    """The head and the tail of a text that is too long."""
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    head, tail = LONGEST_MESSAGE * 5 // 8, LONGEST_MESSAGE // 4
+    left_out = len(text) - head - tail
+    return f"{text[:head]}\n[... {left_out} characters left out ...]\n{text[-tail:]}"
 
 
 def paired_ratio(a: Measurement, b: Measurement) -> float | None:

@@ -21,9 +21,9 @@ from autoshard.compat.executable import MemoryUse, memory_use
 from autoshard.compat.noise import quiet
 from autoshard.compat.versions import versions
 from autoshard.driver import Subject
-from autoshard.errors import PlanError, TargetError, WorkloadError
+from autoshard.errors import LoweringError, PlanError, TargetError, WorkloadError
 from autoshard.layout import MeshShape
-from autoshard.lowering import NOT_LOWERED, compilable_step, lower_step
+from autoshard.lowering import compilable_step, lower_step
 from autoshard.module import Module
 from autoshard.plan import Plan
 from autoshard.plan_file import PlanRecord, describe_target, differences, read_plan
@@ -215,7 +215,7 @@ def _lowering(path: str | os.PathLike[str], target: Target) -> Iterator[None]:
     """What JAX cannot lower for these devices (a kernel of another platform) is a PlanError."""
     try:
         yield
-    except NOT_LOWERED as error:
+    except LoweringError as error:
         raise PlanError(
             f"the step of {path} cannot be lowered for {target.describe()}: {error}"
         ) from error

@@ -15,6 +15,7 @@ import pytest
 import autoshard
 from autoshard import api, calibrate, calibrations
 from autoshard.driver import compiling, ledger
+from autoshard.driver import search as driver_search
 from autoshard.driver.search import FIRST_WAVE_ROUNDS
 from autoshard.layout import Candidate
 from autoshard.lowering import lower_step
@@ -149,6 +150,14 @@ def test_a_tiny_limit_of_seconds_still_gives_a_plan_and_says_so(quick):
     assert {t.baseline for t in plan.evidence.trials} == BASELINES
 
 
+def test_a_search_that_has_time_left_says_what_was_cut_short(quick, monkeypatch):
+    """The share of rung 1 is spent, and most of the time is not."""
+    monkeypatch.setattr(driver_search, "RUNG1_SHARE", 0.0)
+    plan = quick(budget=dataclasses.replace(workloads.UNMEASURED, seconds=3600.0))
+    assert plan.evidence.ended == "cut short: judging layouts"
+    assert "(cut short: judging layouts)" in str(plan)
+
+
 @pytest.mark.parametrize(
     ("stage", "text"), [(Stage.PROPAGATE, "propagating"), (Stage.COMPILE, "compiling")]
 )
@@ -209,8 +218,6 @@ def test_a_failed_check_and_no_time_for_others_leave_these_to_the_estimates(
     late = ledger.Ledger.late
 
     def is_late(self, share):
-        if checked:
-            self.ended = "out of time"
         return bool(checked) or late(self, share)
 
     monkeypatch.setattr(ledger.Ledger, "late", is_late)

@@ -278,10 +278,12 @@ def test_a_calibration_of_another_revision_is_named_in_one_line_and_stays(
     assert len(caplog.records) == 1, "what is used says nothing"
 
 
-def test_a_folder_that_cannot_be_written_only_costs_time(measuring, constants, tmp_path):
+def test_a_folder_that_cannot_be_written_costs_time_and_one_warning(measuring, constants, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    assert calibrated(TARGET, blocked / "cache") == constants
+    said = r"cannot be kept in .*file/cache \(.*Not a directory.*calibrates this machine again"
+    with pytest.warns(UserWarning, match=said):
+        assert calibrated(TARGET, blocked / "cache") == constants
     assert calibrated(TARGET, blocked / "cache") == constants
     assert len(measuring) == 2
 

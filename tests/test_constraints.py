@@ -8,6 +8,7 @@ import pytest
 
 from autoshard import constraints
 from autoshard.constraints import told
+from autoshard.errors import PartitionerRefused
 from autoshard.layout import Wording
 from autoshard.partitioned import partitioned
 from autoshard.rungs.propagate.operations import operations_of
@@ -92,7 +93,7 @@ def test_what_is_refused_with_fewer_constraints_keeps_all(monkeypatch):
 
     def refusing(analysis, asked, attributes):
         if len(asked.sites) < len(specs.sites):
-            attributes("no attribute")  # an error of MLIR's own
+            raise PartitionerRefused("no")
         return partitioned(analysis, asked, attributes)
 
     monkeypatch.setattr(constraints, "partitioned", refusing)

@@ -18,6 +18,7 @@ LAYERS = (
     {"errors", "workload", "factors", "layout", "trial", "module", "budget", "compat", "rounds"}
     | {
         "arithmetic",
+        "atomic",
         "catalogue",
         "topology",
         "subaxes",

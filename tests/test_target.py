@@ -1,15 +1,18 @@
 import dataclasses
+import re
 import types
 
 import jax
 import numpy as np
 import pytest
 
+import autoshard
 from autoshard import host
 from autoshard import target as target_module
 from autoshard.catalogue import catalogue
 from autoshard.errors import TargetError
-from autoshard.target import find_target
+from autoshard.target import find_target, require_own_devices
+from tests.workloads import mlp
 
 DEVICES = jax.devices()
 
@@ -96,6 +99,21 @@ def test_only_devices_of_this_process_are_asked_what_they_hold(monkeypatch):
     with pytest.raises(TargetError, match=r"none belongs to process 1.*give memory_bytes"):
         find_target(devices[:4])
     assert find_target(devices[:4], 123).memory_bytes == 123
+
+
+@pytest.mark.parametrize("of", [range(8), range(4)], ids=["several processes", "another process"])
+def test_a_search_on_devices_of_other_processes_is_refused(monkeypatch, of):
+    monkeypatch.setattr(jax, "Device", PodDevice)
+    devices = [PodDevice(id=i, process_index=i // 4) for i in of]
+    processes = re.escape(str(sorted({d.process_index for d in devices})))
+    with pytest.raises(TargetError, match=f"processes {processes}, expected .* process 1 alone"):
+        autoshard.search(mlp, devices, memory_bytes=2**30)
+
+
+def test_a_search_on_the_devices_of_this_process_is_not_refused(monkeypatch):
+    require_own_devices(find_target(DEVICES))
+    monkeypatch.setattr(jax, "Device", PodDevice)
+    require_own_devices(find_target([PodDevice(id=i, process_index=1) for i in range(4)]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,31 @@
 import pytest
 
 from autoshard.rungs.race import RaceSettings, race
-from autoshard.trial import Measurement, paired_ratio
+from autoshard.trial import (
+    LONGEST_MESSAGE,
+    Failure,
+    Kind,
+    Measurement,
+    Stage,
+    paired_ratio,
+)
 
 FIRST = [1.0, 1.0, 1.0]
 SECOND = [0.9, 0.9, 2.0]  # faster in most rounds, slower in the mean
+
+
+def test_a_long_message_of_a_failure_keeps_its_head_and_its_tail() -> None:
+    """XLA may print a whole program: a journal would grow by megabytes a candidate."""
+    text = "INTERNAL: what failed" + "x" * 10**6 + "where it failed"
+    message = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message=text).message
+    assert len(message) <= LONGEST_MESSAGE
+    assert message.startswith("INTERNAL: what failed") and message.endswith("where it failed")
+    left_out = len(text) - LONGEST_MESSAGE * 5 // 8 - LONGEST_MESSAGE // 4
+    assert f"\n[... {left_out} characters left out ...]\n" in message
+    again = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message=message)
+    assert again.message == message, "as a journal reads it"
+    longest = "y" * LONGEST_MESSAGE
+    assert Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message=longest).message == longest
 
 
 def test_the_ratio_to_the_winner_is_what_the_race_ranks_by():

@@ -1,6 +1,7 @@
 """The Shardy partitioner in process: one layout put into a module, and what came of it."""
 
-from collections.abc import Mapping, Sequence, Set
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from jaxlib.mlir import ir
 
@@ -17,18 +18,25 @@ from autoshard.compat.stablehlo import (
     run_passes,
     walk,
 )
-
-REFUSALS: tuple[type[Exception], ...] = (ir.MLIRError, RuntimeError, ValueError)
-"""What is raised where a layout cannot be read or partitioned; some failed checks end the process.
-
-jaxlib's own error is neither of the others (0.10 to 0.12).
-"""
+from autoshard.errors import PartitionerRefused
 
 _PROPAGATE = "builtin.module(sdy-propagation-pipeline,sdy-close-shardings)"
 _RESHARD = (
     "builtin.module("
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
 )
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside, MLIR reads a layout's text or runs the partitioner's passes, and nothing else.
+
+    Some failed checks of the passes end the process instead.
+    """
+    try:
+        yield
+    except ir.MLIRError as error:
+        raise PartitionerRefused(str(error)) from error
 
 
 def propagate(
@@ -38,15 +46,20 @@ def propagate(
 
     Args:
       names: of the operations that the module has.
+
+    Raises:
+      PartitionerRefused: a pass fails.
     """
-    run_passes(module, _PROPAGATE)
+    with _refusals():
+        run_passes(module, _PROPAGATE)
     operations = walk(main_function(module).regions[0].blocks[0])
     if names & LOOKUPS:
         keep_tables(operations, sizes, attributes)
     divide_as_xla(operations, sizes, attributes)
     if any(is_given(name) for name in names):
         bind_rules(operations, attributes)
-    run_passes(module, _RESHARD)
+    with _refusals():
+        run_passes(module, _RESHARD)
 
 
 def judge(
@@ -61,22 +74,25 @@ def judge(
     """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result.
 
     Raises:
-      REFUSALS: the partitioner does not take it.
+      PartitionerRefused: the partitioner does not take it.
     """
     sizes = dict(mesh)
     with module.context:
         copy = module.clone()
-        mesh_operation(copy).attributes["mesh"] = attributes(mesh_text(mesh))
         main = main_function(copy)
-        main.attributes["arg_attrs"] = attributes(_attribute_list(inputs))
-        main.attributes["res_attrs"] = attributes(_attribute_list(outputs))
         names: set[str] = set()
+        with _refusals():
+            mesh_operation(copy).attributes["mesh"] = attributes(mesh_text(mesh))
+            main.attributes["arg_attrs"] = attributes(_attribute_list(inputs))
+            main.attributes["res_attrs"] = attributes(_attribute_list(outputs))
         for op in walk(main.regions[0].blocks[0]):
             names.add(op.name)
             if op.name == "sdy.sharding_constraint":
                 dims = sites.get(site_of_tag.get(op.attributes[TAG].value, -1))
                 if dims is not None:
-                    op.attributes["sharding"] = attributes(sharding_text(dims))
+                    with _refusals():
+                        sharding = attributes(sharding_text(dims))
+                    op.attributes["sharding"] = sharding
         propagate(copy, sizes, attributes, names)
         return read(main_function(copy), sizes)
 

@@ -14,6 +14,7 @@ from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import stablehlo as dialect
 
 from autoshard.compat import jaxprs
+from autoshard.errors import LoweringError
 
 # jaxlib's type stubs lack much of what its MLIR objects have, and differ between versions.
 Module: TypeAlias = Any
@@ -54,10 +55,25 @@ _SOURCE = re.compile(r'"([^"]+\.py)":(\d+)')
 def lower_abstract(
     closed: jaxprs.ClosedJaxpr, shapes: Sequence[jax.ShapeDtypeStruct], platform: str
 ) -> Module:
-    """Lowers a flat step for a platform without any device; no argument is dropped."""
+    """Lowers a flat step for a platform without any device; no argument is dropped.
+
+    Raises:
+      LoweringError: JAX cannot lower it for that platform.
+    """
     jitted = jax.jit(jaxprs.as_function(closed), keep_unused=True)
-    lowered = jitted.trace(*shapes).lower(lowering_platforms=(platform,))
-    return lowered.compiler_ir("stablehlo")
+    return lower(jitted.trace(*shapes), platform).compiler_ir("stablehlo")
+
+
+def lower(traced: jax.stages.Traced, platform: str) -> jax.stages.Lowered:
+    """Has JAX lower a program for a platform.
+
+    Raises:
+      LoweringError: JAX cannot. A kernel of another platform is an example.
+    """
+    try:
+        return traced.lower(lowering_platforms=(platform,))
+    except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is one of these
+        raise LoweringError(str(error)) from error
 
 
 def run_passes(operation: Operation, pipeline: str) -> None:

@@ -95,7 +95,7 @@ class Compiling:
         """
         ledger, total = self._ledger, self._ledger.budget.compiles
         for i in indices:
-            if self.count and ledger.late(share):
+            if self.count and ledger.stops("compiling", share):
                 break
             row = ledger.rows[i]
             if any(row is other for asked in self._waiting.values() for other, _ in asked.rows):
@@ -190,7 +190,7 @@ class Compiling:
             return None
         ledger, budget = self._ledger, self._ledger.budget
         last = max(self._given_s, self._heard_s)
-        if ledger.ended == "interrupted":
+        if ledger.interrupted:
             until = last + _GRACE_S
         else:
             until = last + _SILENT_S + 2 * budget.compile_seconds
@@ -217,7 +217,7 @@ class Compiling:
         """What is said of a candidate that a user's executor did not answer."""
         name, elapsed_s = type(self._executor).__name__, time.perf_counter() - since
         said, more = f"the executor {name} has answered nothing for {elapsed_s:.1f} s", ""
-        if self._ledger.ended != "interrupted" and self._ledger.late(1.0):
+        if not self._ledger.interrupted and self._ledger.stops("compiling", 1.0):
             said += f" and Budget(seconds={self._ledger.budget.seconds:g}) is spent"
             more = "; or give the search more seconds"
         return Failure(

@@ -10,9 +10,10 @@ from autoshard.analysis import Analysis
 from autoshard.budget import Budget, Callback, Event
 from autoshard.compat.versions import versions
 from autoshard.cost import MODEL_REVISION, Constants, Correction, CostModel
+from autoshard.errors import LoweringError
 from autoshard.journal import Journal, key_of
 from autoshard.layout import Candidate, Layout
-from autoshard.lowering import NOT_LOWERED, lower_step
+from autoshard.lowering import lower_step
 from autoshard.module import Module
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import WorkerSettings
@@ -79,7 +80,8 @@ class Ledger:
         None: they do not.
       start_s: when the search began, by `time.perf_counter`.
       correction: what measurements taught of rung 1.
-      ended: why the search ended.
+      interrupted: whether Ctrl-C, or a callback that raised KeyboardInterrupt, ended the search.
+      cut_short: what was left for want of time, in the order in which it was.
       notes: what else the user should know.
     """
 
@@ -95,7 +97,8 @@ class Ledger:
     executables: pathlib.Path | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
     correction: Correction = dataclasses.field(default_factory=Correction)
-    ended: str = "finished"
+    interrupted: bool = False
+    cut_short: dict[str, None] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
     elapsed_s: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -110,16 +113,32 @@ class Ledger:
         return self.subjects[row.subject]
 
     def late(self, share: float) -> bool:
-        """Whether that share of the budget's seconds is spent; the search then ends early.
+        """Whether that share of the budget's seconds is spent.
 
         Shares are of what tracing and a calibration leave: those come before rung 1.
         """
         limit, traced_s = self.budget.seconds, self.elapsed_s.get("trace", 0.0)
         since_s = time.perf_counter() - self.start_s - traced_s
-        late = limit is not None and since_s > share * max(0.0, limit - traced_s)
+        return limit is not None and since_s > share * max(0.0, limit - traced_s)
+
+    def stops(self, work: str, share: float) -> bool:
+        """`late`, asked where work is left: if it is late, that work is recorded as cut short.
+
+        Args:
+          work: for people, such as "compiling".
+        """
+        late = self.late(share)
         if late:
-            self.ended = "out of time"
+            self.cut_short.setdefault(work)
         return late
+
+    def how_it_ended(self) -> str:
+        """See `Found.ended`."""
+        if self.interrupted:
+            return "interrupted"
+        if not self.cut_short:
+            return "finished"
+        return "out of time" if self.late(1.0) else f"cut short: {', '.join(self.cut_short)}"
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -155,7 +174,7 @@ class Ledger:
             try:
                 callback(event)
             except KeyboardInterrupt:
-                if self.ended != "interrupted":
+                if not self.interrupted:
                     raise
 
     def measured(self) -> list[int]:
@@ -216,8 +235,10 @@ class Ledger:
                 analysis = subject.analysis_for(row.candidate.layout)
                 row.module = lower_step(analysis, self.specs_of(row), self.target)
                 row.digest = row.module.digest
-            except NOT_LOWERED as error:
-                return failure_of(error, Stage.COMPILE, time.perf_counter() - start)
+            except LoweringError as error:
+                cause = error.__cause__
+                assert isinstance(cause, Exception)
+                return failure_of(cause, Stage.COMPILE, time.perf_counter() - start)
         return row.module
 
     def settings(self, name: str) -> WorkerSettings:

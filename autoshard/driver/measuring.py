@@ -134,7 +134,7 @@ class Measuring:
           more: what the journal says beside each record.
         """
         ledger = self._ledger
-        if ledger.late(1.0):
+        if ledger.stops("measuring", 1.0):
             return []
         names = {self._name(i): i for i in group}
         by_name = {name: keys[i] for name, i in names.items()}
@@ -186,7 +186,7 @@ class Measuring:
             seed=ledger.seed,
             memory_bytes=ledger.target.memory_bytes,
             settings=RaceSettings(max_rounds=rounds),
-            should_stop=lambda: ledger.late(share),
+            should_stop=lambda: ledger.stops("measuring", share),
             touching=touching,
             on_progress=lambda done, text: ledger.tell(Stage.PROFILE, done, len(racing), text),
             on_failure=records.failed,
@@ -216,7 +216,7 @@ class Measuring:
         """Traces the first in any case, the others as long as there is time."""
         ledger = self._ledger
         for number, finalist in enumerate(measured):
-            if number and ledger.late(share):
+            if number and ledger.stops("tracing", share):
                 return
             ledger.tell(Stage.PROFILE, number, len(measured), f"tracing {finalist.name}")
             try:
@@ -348,7 +348,9 @@ class Measuring:
         same = ("racing", "inputs", "numerics", "rounds")
         if len(found) < len(group) or any(note.get(k) != more[k] for note in notes for k in same):
             return None
-        if any(note.get("cut_short") for note in notes) and not self._ledger.late(share):
+        if any(note.get("cut_short") for note in notes) and not self._ledger.stops(
+            "measuring", share
+        ):
             return None
         return found
 

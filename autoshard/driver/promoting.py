@@ -128,7 +128,7 @@ def reworded(ledger: Ledger, known: Callable[[Row], bool]) -> Iterator[int]:
         row = ledger.rows[index]
         if not ledger.specs_of(row).sites:
             continue
-        if ledger.late(1.0):
+        if ledger.stops("compiling", 1.0):
             return
         other = Row(
             subject=row.subject,

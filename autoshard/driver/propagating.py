@@ -1,6 +1,7 @@
 """Rung 1 of a search: the baselines, then what the strategies ask for, each judged and recorded."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator
 
 from autoshard.driver.ledger import Ledger, Row
@@ -51,9 +52,25 @@ class _Propagation:
         self._histories: list[list[Seen]] = [[] for _ in ledger.subjects]
         self._known: dict[object, Estimate | Failure] = {}
         self._users = strategy is not None
-        self._strategies = [strategy or self._default(s.space) for s in ledger.subjects]
+        self._strategies = self._one_each(strategy)
         self._partitioners: partitioning.Partitioners | None = None
         self._asked: dict[object, partitioning.Answer] = {}  # by program
+
+    def _one_each(self, strategy: Strategy | None) -> list[Strategy]:
+        """A strategy for each subject.
+
+        A user's strategy is copied: it may cache what it derives from one space.
+        """
+        spaces = [subject.space for subject in self._ledger.subjects]
+        if strategy is None:
+            return [self._default(space) for space in spaces]
+        try:
+            return [strategy, *(copy.deepcopy(strategy) for _ in spaces[1:])]
+        except Exception as error:  # of the user's own code
+            self._ledger.notes.append(
+                f"all knob settings share the strategy, which cannot be copied: {error}"
+            )
+            return [strategy] * len(spaces)
 
     def _default(self, space: Space) -> Strategy:
         if space.size() <= self._ledger.budget.candidates // len(self._ledger.subjects):
@@ -108,7 +125,7 @@ class _Propagation:
                 continue
             self._ask(i, asked[: limit - len(ledger.rows)])
             for candidate in asked:
-                if len(ledger.rows) >= limit or ledger.late(share):
+                if len(ledger.rows) >= limit or ledger.stops("judging layouts", share):
                     live = []
                     break
                 self._judge(i, candidate, "")

@@ -58,7 +58,8 @@ class Found:
       trials: every trial, in the order asked.
       ranking: indices of trials that may be planned, best first; empty if none may.
       subject: of each trial, which subject it belongs to.
-      ended: "finished", "interrupted" or "out of time".
+      ended: "finished", "interrupted", "out of time" where the whole time was up, or what was cut
+        short by its share of the time, such as "cut short: judging layouts, measuring".
       false_rejections: candidates that rung 1 would have rejected and rung 2 found to fit.
       elapsed_s: seconds by rung, and in all.
       correction: what measurements taught of rung 1.
@@ -129,7 +130,7 @@ def run_search(
         trials=tuple(row.trial() for row in ledger.rows),
         ranking=tuple(ranking),
         subject=tuple(row.subject for row in ledger.rows),
-        ended=ledger.ended,
+        ended=ledger.how_it_ended(),
         false_rejections=false_rejections(ledger),
         elapsed_s=dict(ledger.elapsed_s),
         correction=ledger.correction,
@@ -143,7 +144,7 @@ def _keeping_what_there_is(ledger: Ledger) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        ledger.ended = "interrupted"
+        ledger.interrupted = True
         ledger.tell(Stage.PROFILE, 0, 0, "interrupted: finishing with the best so far")
 
 
@@ -213,7 +214,7 @@ def _may_be_estimated(ledger: Ledger, measuring: Measuring) -> bool:
     """
     checked = [row.profiled for row in ledger.rows if isinstance(row.profiled, Failure)]
     wrong = sum(failure.kind is Kind.NUMERICS for failure in checked)
-    if not wrong or (ledger.ended != "interrupted" and not measuring.left):
+    if not wrong or (not ledger.interrupted and not measuring.left):
         return not wrong
     ledger.notes.append(
         f"{wrong} of {len(checked)} programs that ran before the search ended compute something"

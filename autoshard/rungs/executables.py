@@ -6,12 +6,12 @@ again: nothing depends on this but time.
 """
 
 import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
+from autoshard.atomic import write_atomically
 from autoshard.compat.executable import Executable, load_module, serialized
 from autoshard.module import Module
 
@@ -25,13 +25,7 @@ def keep(executable: Executable, folder: Path) -> None:
     """
     with contextlib.suppress(OSError, jax.errors.JaxRuntimeError):
         folder.mkdir(exist_ok=True)
-        whole = _place(folder, executable.module)
-        partial = whole.with_suffix(f".{os.getpid()}")
-        try:
-            partial.write_bytes(serialized(executable))
-            partial.replace(whole)
-        finally:
-            partial.unlink(missing_ok=True)  # a disk that is full is not kept so
+        write_atomically(_place(folder, executable.module), serialized(executable))
 
 
 def kept(module: Module, devices: Sequence[jax.Device], folder: Path) -> Executable | None:

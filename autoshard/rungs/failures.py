@@ -53,7 +53,7 @@ def declined(error: Exception, elapsed_s: float) -> Failure:
     return Failure(
         stage=Stage.PROPAGATE,
         kind=Kind.UNSUPPORTED,
-        message=str(error)[:2000],
+        message=str(error),
         elapsed_s=elapsed_s,
     )
 

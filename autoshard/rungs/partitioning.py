@@ -4,11 +4,13 @@ import concurrent.futures
 import contextlib
 import functools
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from autoshard.analysis import Analysis
-from autoshard.compat import partitioner, shardings, stablehlo
+from autoshard.compat import shardings, stablehlo
+from autoshard.errors import PartitionerRefused
 from autoshard.partitioned import Annotations, Partition, annotations, judged
 from autoshard.rungs.failures import declined
 from autoshard.rungs.worker import WorkerSettings, worker_here, worker_threads
@@ -54,7 +56,7 @@ class Partitioners:
         Returns:
           A future. Its Failure is UNSUPPORTED where the partitioner refuses, CRASH where it died
           and TIMEOUT where it was killed at the time limit; it raises WorkerError where no process
-          can be started.
+          can be started, and RuntimeError where the worker raised anything else than a refusal.
         """
         asked = annotations(self._analyses[index], specs)
         return self._pool.submit(
@@ -95,15 +97,23 @@ def _partition(
     answer = call(_judge, base.digest, asked)
     if answer is None:
         answer = call(_judge_anew, base, asked)
+    if isinstance(answer, _Raised):
+        raise RuntimeError(f"rung 1 raised in a worker process:\n{answer.traceback}")
     assert answer is not None
     return answer
+
+
+class _Raised(NamedTuple):
+    """An exception in the worker that says nothing of the layout: a bug of this library."""
+
+    traceback: str
 
 
 _held: dict[str, tuple[stablehlo.Operation, shardings.Attributes, dict[int, int]]] = {}
 """In a worker: base modules by digest."""
 
 
-def _judge(digest: str, asked: Annotations) -> Partition | Failure | None:
+def _judge(digest: str, asked: Annotations) -> Partition | Failure | _Raised | None:
     """Runs in the worker; None where it does not hold the module."""
     if digest not in _held:
         return None
@@ -111,12 +121,14 @@ def _judge(digest: str, asked: Annotations) -> Partition | Failure | None:
     module, attributes, site_of_tag = _held[digest]
     try:
         found = judged(module, site_of_tag, asked, attributes)
-    except partitioner.REFUSALS as error:
+    except PartitionerRefused as error:
         return declined(error, time.perf_counter() - start)
+    except Exception:
+        return _Raised(traceback.format_exc())
     return Partition(found, time.perf_counter() - start)
 
 
-def _judge_anew(base: _Base, asked: Annotations) -> Partition | Failure | None:
+def _judge_anew(base: _Base, asked: Annotations) -> Partition | Failure | _Raised | None:
     """Runs in the worker."""
     module = stablehlo.from_bytecode(base.bytecode)
     _held[base.digest] = (module, shardings.Attributes(module.context), base.site_of_tag)

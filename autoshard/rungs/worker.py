@@ -1,6 +1,6 @@
 """A worker process that can be killed: compiling and measuring happen where a crash costs nothing.
 
-The child is a fresh interpreter (`python -m autoshard.rungs.worker_main`), not a fork and not
+The child is a fresh interpreter that runs `autoshard.rungs.worker_main`, not a fork and not
 `multiprocessing`: the user's `__main__` is never imported again, so notebooks and closures work.
 Requests and answers are length-prefixed pickles over two pipes of their own; whatever is printed,
 by Python or by XLA, goes to a file. A request is a module-level function and its arguments.
@@ -46,6 +46,22 @@ _TAIL_BYTES = 1 << 20  # a stack trace for each of a mesh's threads may follow w
 # absl's log line of a failed check: severity, date, time, thread, file:line] message.
 _FATAL = re.compile(r"^F\d{4} \S+ +\d+ (\S+\] .*)$", re.MULTILINE)
 _FATAL_WIDTH = 240
+_BEGIN = """
+import importlib.util, pathlib, runpy, sys
+package = pathlib.Path(sys.argv.pop(1))
+spec = importlib.util.spec_from_file_location("autoshard", package / "__init__.py")
+sys.modules["autoshard"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+sys.path.append(str(package.parent))
+runpy.run_module("autoshard.rungs.worker_main", run_name="__main__", alter_sys=True)
+"""
+"""A child's program: runs `worker_main` of this very package, whichever one its Python would find.
+
+The folder that holds the package comes last on the path. It may be site-packages, whose modules
+must not hide those of the standard library.
+"""
+_LOOK = getattr(os, "WEXITED", 0) | os.WNOHANG | getattr(os, "WNOWAIT", 0)
+_ENDS_S = 10.0  # how long a child may take to end after it closed its pipe
 _WATCHED_S = 1.0  # how often a child that has not answered is looked at
 
 
@@ -96,7 +112,7 @@ class WorkerProcess:
     def pid(self) -> int | None:
         """Process id of the child, None while there is none, or none that lives."""
         child = self._child
-        return child.process.pid if child and child.process.poll() is None else None
+        return child.process.pid if child and not child.has_ended() else None
 
     def call(
         self, function: Callable[..., T], *args: object, stage: Stage, time_limit_s: float
@@ -156,9 +172,8 @@ class WorkerProcess:
     def stop(self) -> None:
         """Kills the child under a call that goes on in another thread: it returns a failure."""
         child = self._child
-        if child is not None and child.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.process.pid, signal.SIGKILL)
+        if child is not None:
+            child.kill_group()
 
     def _start(self) -> "_Child":
         try:
@@ -216,14 +231,15 @@ class _Child:
             folder.mkdir(parents=True, exist_ok=True)
         pipes = [*os.pipe(), *os.pipe()]
         request_read, self._request_write, self._answer_read, answer_write = pipes
-        name = f"worker-{os.getpid()}-{time.time_ns():x}.stderr"
-        self.log = folder / name
-        command = [sys.executable, "-P", "-m", "autoshard.rungs.worker_main"]
+        self._group = threading.Lock()
+        log_file, name = tempfile.mkstemp(".stderr", f"worker-{os.getpid()}-", folder)
+        self.log = Path(name)
+        command = [sys.executable, "-P", "-c", _BEGIN, str(Path(autoshard.__path__[0]))]
         command += [str(request_read), str(answer_write), str(os.getpid())]
         command += [settings.platform, str(settings.device_count), str(self.log)]
         command += [str(settings.nice)]
         try:
-            with self.log.open("wb") as log:
+            with open(log_file, "wb") as log:
                 self.process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -268,12 +284,33 @@ class _Child:
                 parts += part
         return bytes(parts)
 
+    def has_ended(self) -> bool:
+        """Whether the process has ended. It is not reaped: until then nobody else has its id."""
+        if self.process.returncode is not None:
+            return True
+        if not hasattr(os, "waitid"):  # macOS
+            return self.process.poll() is not None
+        try:
+            return os.waitid(os.P_PID, self.process.pid, _LOOK) is not None
+        except ChildProcessError:  # somebody else reaped it
+            return True
+
+    def kill_group(self) -> None:
+        """Kills the process and its children, unless it is reaped and its id may be another's."""
+        with self._group:
+            if self.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+
     def epitaph(self) -> str:
         """How the process ended, and the first failed check that XLA logged, if one did."""
-        try:
-            code = self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            return "closed its pipe"
+        deadline = time.monotonic() + _ENDS_S
+        while not self.has_ended():
+            if time.monotonic() > deadline:
+                return "closed its pipe"
+            time.sleep(0.01)
+        self._reap()
+        code = self.process.returncode
         if code >= 0:
             return f"exited with status {code}"
         hint = " (often the kernel, out of memory)" if code == -signal.SIGKILL else ""
@@ -298,9 +335,7 @@ class _Child:
 
     def kill(self) -> None:
         """Kills the whole process group and frees the pipes; once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self._reap()
         os.close(self._request_write)
         os.close(self._answer_read)
         with contextlib.suppress(FileNotFoundError):  # whoever owns the folder may have removed it
@@ -308,6 +343,12 @@ class _Child:
                 self.log.unlink()
         if self._own:
             self._own.cleanup()
+
+    def _reap(self) -> None:
+        """Kills the process group, then frees the process's id."""
+        self.kill_group()
+        with self._group:
+            self.process.wait()
 
 
 def _wait(fd: int, event: int, deadline: float) -> None:
@@ -327,14 +368,12 @@ def _ready(fd: int, event: int, deadline: float, longest_s: float) -> bool:
 
 
 def _environment(settings: WorkerSettings) -> dict[str, str]:
-    """This process's environment, with the platform named and `autoshard` importable."""
+    """This process's environment, with the platform named."""
     env = dict(os.environ)
     env["JAX_PLATFORMS"] = settings.platform
     if settings.deviceless:
         env = deviceless.environment(env)
     env["TF_CPP_MIN_LOG_LEVEL"] = "1"  # warnings are read back: the user may not silence them
-    root = str(Path(autoshard.__path__[0]).parent)
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)
     return env
 
 

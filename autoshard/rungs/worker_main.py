@@ -13,6 +13,11 @@ import time
 import traceback
 from typing import BinaryIO
 
+from autoshard.compat.noise import quiet
+
+with quiet():  # what JAX's plugins write as they are imported says nothing of a program
+    import jax
+
 from autoshard.rungs import worker
 from autoshard.rungs.worker import LENGTH
 
@@ -25,7 +30,6 @@ def main(argv: list[str]) -> None:
         os.set_inheritable(fd, False)
     threading.Thread(target=_die_with, args=(int(parent),), daemon=True).start()
     worker.log_path = path
-    import jax
 
     jax.config.update("jax_platforms", platform)
     if platform == "cpu":

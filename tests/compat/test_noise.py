@@ -1,15 +1,16 @@
 """What the compilers write to descriptor 2 goes to the log, all else stays where it belongs."""
 
+import concurrent.futures
 import logging
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 
 import pytest
 
 from autoshard.compat.noise import quiet
-from tests.hardware import needs
 
 XLA = b"W1121 01:18:17.223898  27997 sharding.cc:263] [SPMD] Involuntary full rematerialization\n"
 
@@ -39,18 +40,71 @@ def test_it_nests(capfd):
     assert capfd.readouterr().err == "deep\n"
 
 
-@pytest.mark.deviceless
-def test_jax_is_imported_quietly_where_its_plugins_write():
-    """CUDA's wheels without a driver: `import jax` alone writes that none is found."""
-    needs("cuda")
-    done = subprocess.run(
-        [sys.executable, "-c", "import autoshard"],
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        check=True,
+        timeout=60,
     )
-    assert done.stderr == ""
+
+
+def test_an_import_of_the_package_leaves_descriptor_2_alone():
+    """A user's other threads may be writing."""
+    code = "import os; os.dup2 = None; import autoshard; print(autoshard.__all__)"
+    done = run(code)
+    assert done.returncode == 0 and "search" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("end", ["os.abort()", "os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_the_message_of_an_abort_inside_reaches_the_terminal(tmp_path, end):
+    fatal = "F1121 01:18:17.223898  27997 layout.cc:263] Check failed: rank == 2"
+    code = "import os, tempfile; from autoshard.compat.noise import quiet\n"
+    code += f"tempfile.tempdir = {str(tmp_path)!r}\n"
+    code += f"with quiet():\n os.write(2, {fatal!r}.encode())\n {end}\n"
+    done = run(code)
+    assert done.returncode != 0 and fatal in done.stderr
+    assert not list(tmp_path.iterdir()), "no file is left"
+
+
+def test_threads_that_overlap_leave_descriptor_2_as_it_was(capfd):
+    terminal = os.fstat(2).st_ino
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def first():
+        with quiet():
+            first_is_in.set()
+            assert second_is_in.wait(10)
+            os.write(2, b"of the first\n")
+        first_is_out.set()
+
+    def second():
+        assert first_is_in.wait(10)
+        with quiet():
+            second_is_in.set()
+            assert first_is_out.wait(10)
+            assert os.fstat(2).st_ino != terminal, "still held back"
+            os.write(2, b"of the second\n")
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(first), pool.submit(second)]:
+            future.result(timeout=20)
+    assert os.fstat(2).st_ino == terminal
+    assert capfd.readouterr().err == "of the first\nof the second\n"
+
+
+def test_many_threads_at_once_lose_nothing(capfd):
+    terminal = os.fstat(2).st_ino
+
+    def write(i):
+        with quiet():
+            os.write(2, f"{i}\n".encode())
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(40)))
+    assert os.fstat(2).st_ino == terminal
+    assert sorted(map(int, capfd.readouterr().err.split())) == list(range(40))
 
 
 def test_no_descriptor_leaks(capfd):
@@ -68,10 +122,10 @@ def test_a_closed_stderr_is_no_trouble(monkeypatch):
 
 
 def test_without_a_folder_to_write_to_nothing_is_held_back(capfd, monkeypatch):
-    def nowhere():
+    def nowhere(**_):
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", nowhere)
+    monkeypatch.setattr(tempfile, "mkstemp", nowhere)
     before = len(os.listdir("/proc/self/fd"))
     with quiet():
         os.write(2, b"seen at once\n")

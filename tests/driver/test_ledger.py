@@ -6,11 +6,16 @@ import types
 
 import pytest
 
+from autoshard import lowering
+from autoshard.compat import stablehlo
 from autoshard.cost import CostModel
 from autoshard.driver import ledger as ledger_file
 from autoshard.driver.ledger import Row
+from autoshard.errors import LoweringError
 from autoshard.layout import Candidate, Layout
+from autoshard.strategy import baselines
 from autoshard.trial import Estimate, Failure, Kind, Measurement, Rung, Stage
+from tests import analysed
 from tests.analysed import CONSTANTS
 
 
@@ -40,15 +45,31 @@ def test_shares_of_the_seconds_are_of_what_tracing_leaves(ledger, clock):
     """A calibration of half a minute must not take all of the time of rung 1."""
     ledger.budget = dataclasses.replace(ledger.budget, seconds=100.0)
     ledger.start_s, clock.now_s, ledger.elapsed_s = 0.0, 60.0, {"trace": 60.0}
-    assert not ledger.late(0.25) and ledger.ended == "finished"
+    assert not ledger.late(0.25)
     clock.now_s = 69.0
     assert not ledger.late(0.25)
     clock.now_s = 71.0
-    assert ledger.late(0.25) and not ledger.late(1.0) and ledger.ended == "out of time"
+    assert ledger.late(0.25) and not ledger.late(1.0)
     clock.now_s = 101.0
     assert ledger.late(1.0)
     ledger.elapsed_s, clock.now_s = {"trace": 120.0}, 121.0
     assert ledger.late(0.25), "nothing is left"
+
+
+def test_only_a_search_whose_whole_time_is_up_is_out_of_time(ledger, clock):
+    ledger.budget = dataclasses.replace(ledger.budget, seconds=100.0)
+    ledger.start_s, clock.now_s = 0.0, 30.0
+    assert ledger.late(0.25) and ledger.how_it_ended() == "finished", "a question changes nothing"
+    assert not ledger.stops("compiling", 0.45) and ledger.how_it_ended() == "finished"
+    assert ledger.stops("judging layouts", 0.25)
+    assert ledger.how_it_ended() == "cut short: judging layouts"
+    clock.now_s = 80.0
+    assert ledger.stops("measuring", 0.7) and ledger.stops("measuring", 0.7)
+    assert ledger.how_it_ended() == "cut short: judging layouts, measuring"
+    clock.now_s = 101.0
+    assert ledger.how_it_ended() == "out of time"
+    ledger.interrupted = True
+    assert ledger.how_it_ended() == "interrupted"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +106,31 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
         case "more":
             asked["seed"] = 1
     assert ledger.key(**asked) != before
+
+
+def test_what_jax_cannot_lower_is_a_failure_and_a_bug_is_none(ledger, monkeypatch):
+    of = analysed.subject("scanned_mlp")
+    ledger.subjects, candidate = [of], baselines(of.space)[0].candidate
+    row = Row(subject=0, candidate=candidate, baseline="", program=0, propagated=None)
+
+    def cannot(traced, platform):
+        try:
+            raise NotImplementedError("no rule for this platform")
+        except NotImplementedError as error:
+            raise LoweringError("cannot") from error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stablehlo, "lower", cannot)
+        failure = ledger.module_of(row)
+    assert isinstance(failure, Failure) and failure.kind is Kind.UNSUPPORTED
+    assert failure.message == "NotImplementedError: no rule for this platform"
+
+    def bug(analysis, specs):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(lowering, "told", bug)
+    with pytest.raises(TypeError, match="a bug"):
+        ledger.module_of(row)
 
 
 def test_of_rows_that_came_to_one_program_one_stands_for_it(ledger):

@@ -16,7 +16,8 @@ from autoshard.driver import propagating
 from autoshard.errors import WorkerError
 from autoshard.layout import Candidate, Layout
 from autoshard.rungs import partitioning
-from autoshard.strategy import RandomSearch
+from autoshard.strategy import Beam, RandomSearch, beam
+from autoshard.strategy.singles import singles
 from autoshard.trial import Estimate, Kind, Stage
 from tests.workloads import mlp
 
@@ -85,6 +86,33 @@ def test_knob_values_share_the_budget_evenly(quick):
     )
     count = Counter(t.candidate.knobs for t in plan.evidence.trials)
     assert sum(count.values()) == 60 and max(count.values()) - min(count.values()) <= 1
+
+
+def test_a_users_strategy_keeps_what_it_derives_from_each_space(quick, monkeypatch):
+    """Knob settings take turns: one strategy for all would derive everything at each turn."""
+    derived = []
+
+    def counted(space):
+        derived.append(space)
+        return singles(space)
+
+    monkeypatch.setattr(beam, "singles", counted)
+    quick(
+        strategy=Beam(10**9, batch=4),
+        knobs={"rate": (0.1, 0.2)},
+        budget=dataclasses.replace(BUDGET, candidates=60),
+    )
+    assert len(derived) == 2 == len({id(space) for space in derived})
+
+
+def test_a_strategy_that_cannot_be_copied_is_shared_and_that_is_noted(quick):
+    strategy = Asking()
+    strategy.lock = threading.Lock()
+    budget = dataclasses.replace(BUDGET, candidates=60)
+    plan = quick(strategy=strategy, knobs={"rate": (0.1, 0.2)}, budget=budget)
+    assert strategy.asked == 2
+    (note,) = (n for n in plan.evidence.notes if "share the strategy" in n)
+    assert "cannot be copied: cannot pickle" in note
 
 
 def test_the_baselines_come_first_and_more_are_told_of_as_they_come(quick):

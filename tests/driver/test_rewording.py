@@ -89,7 +89,7 @@ class Rows:
     def specs_of(self, row):
         return types.SimpleNamespace(sites={0: ()})
 
-    def late(self, share):
+    def stops(self, work, share):
         return next(self._late)
 
     def module_of(self, row):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from autoshard.compat.judged import Judged
-from autoshard.compat.partitioner import REFUSALS
+from autoshard.errors import PartitionerRefused
 from autoshard.partitioned import Partition, partitioned
 from autoshard.rungs import partitioning
 from autoshard.specs import Specs
@@ -59,10 +59,18 @@ def test_another_process_says_what_this_one_says(partitioners, name):
 
 def test_what_cannot_be_read_is_unsupported(partitioners):
     unreadable = dataclasses.replace(drawn("scanned_gpt", 1)[0], mesh=(('"', 8),))
-    with pytest.raises(REFUSALS, match="parse"):
+    with pytest.raises(PartitionerRefused, match="parse"):
         partitioned(subject("scanned_gpt").analysis, unreadable)
     said = partitioners.ask(0, unreadable).result()
     assert isinstance(said, Failure) and said.kind is Kind.UNSUPPORTED
+
+
+def test_a_bug_in_a_worker_is_raised_here(partitioners):
+    """It says nothing of the layout: a journal must not keep it."""
+    asked = partitioning.annotations(subject("scanned_gpt").analysis, drawn("scanned_gpt", 1)[0])
+    no_mesh = asked._replace(mesh=None)
+    with pytest.raises(RuntimeError, match=r"rung 1 raised in a worker process:\n.*Traceback"):
+        partitioning._partition(partitioners._settings, partitioners._base(0), no_mesh, 60.0)
 
 
 def test_a_partitioner_that_dies_takes_one_answer_with_it():

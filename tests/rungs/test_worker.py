@@ -157,6 +157,74 @@ def is_gone(pid: int) -> bool:
     return state in "ZX"
 
 
+def end_quietly(worker):
+    """Its child ends between two calls, and somebody looks."""
+    call(worker, len, "start it")
+    pid = worker.pid
+    os.kill(pid, signal.SIGKILL)
+    while worker.pid is not None:
+        time.sleep(0.01)
+    assert call(worker, len, "abc") == 3
+
+
+def end_in_a_call(worker):
+    assert call(worker, os._exit, 3).kind is Kind.CRASH
+
+
+def end_stopped(worker):
+    call(worker, len, "start it")
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.stop()
+    worker.close()
+    worker.stop()
+
+
+@pytest.mark.parametrize("end", [end_quietly, end_in_a_call, end_stopped])
+def test_no_process_group_is_killed_by_an_id_that_may_be_anothers(worker, monkeypatch, end):
+    """A process's id is free for others once it is reaped."""
+    killpg, reaped = os.killpg, []
+
+    def watched(group, number):
+        if not pathlib.Path(f"/proc/{group}").exists():
+            reaped.append(group)
+        killpg(group, number)
+
+    monkeypatch.setattr(os, "killpg", watched)
+    end(worker)
+    worker.close()
+    assert reaped == []
+
+
+def test_a_module_beside_the_package_does_not_hide_one_of_the_standard_library(
+    tmp_path, monkeypatch
+):
+    """Backports lie in site-packages, where the package may lie too."""
+    (tmp_path / "autoshard").symlink_to(worker_module.autoshard.__path__[0])
+    (tmp_path / "colorsys.py").write_text("raise ImportError('not of the standard library')")
+    (tmp_path / "beside.py").write_text("")
+    monkeypatch.setattr(worker_module.autoshard, "__path__", [str(tmp_path / "autoshard")])
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
+    worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=1, folder=None))
+    code = "(__import__('colorsys').__file__, __import__('beside').__file__,"
+    code += " __import__('autoshard').__file__, __import__('os').environ['PYTHONPATH'])"
+    standard, beside, package, path = call(worker, eval, code)
+    assert standard.startswith(os.path.dirname(os.__file__))
+    assert (beside, package) == (
+        str(tmp_path / "beside.py"),
+        str(tmp_path / "autoshard" / "__init__.py"),
+    )
+    assert path == "/of/the/user", "its children see what the user set"
+
+
+def test_two_threads_at_one_moment_have_two_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    settings = WorkerSettings(platform="cpu", device_count=1, folder=str(tmp_path))
+    workers = [WorkerProcess(settings) for _ in range(2)]
+    for i, worker in enumerate(workers):
+        call(worker, os.write, 1, b"%d" % i)
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["0", "1"]
+
+
 def test_children_of_the_child_are_killed_with_it(worker, tmp_path):
     said = tmp_path / "pid"
     script = (

@@ -11,9 +11,8 @@ import numpy as np
 from autoshard.analysis import Analysis
 from autoshard.compat import shardings
 from autoshard.compat.judged import Communication, Judged
-from autoshard.compat.partitioner import REFUSALS
 from autoshard.cost import Constants, CostModel
-from autoshard.errors import LayoutError
+from autoshard.errors import LayoutError, PartitionerRefused
 from autoshard.layout import Layout
 from autoshard.partitioned import Partition, partitioned
 from autoshard.rungs.failures import declined
@@ -28,8 +27,6 @@ from autoshard.sites import site_of_location
 from autoshard.space import Space
 from autoshard.specs import Specs
 from autoshard.trial import Estimate, Failure, Rung
-
-_DECLINED: tuple[type[Exception], ...] = (LayoutError, *REFUSALS)
 
 
 class Propagator:
@@ -77,9 +74,9 @@ class Propagator:
                 start -= partition.elapsed_s
             elif specs.mesh:
                 judged = partitioned(self._analysis, specs, self._attributes)
-            return self._estimate(specs, judged, cost, start)
-        except _DECLINED as error:
+        except (LayoutError, PartitionerRefused) as error:
             return declined(error, time.perf_counter() - start)
+        return self._estimate(specs, judged, cost, start)
 
     def _estimate(
         self, specs: Specs, judged: Judged | None, cost: CostModel, start: float
