@@ -4,8 +4,8 @@ A file has what it was measured on, the date and a digest. A damaged file is mea
 of another revision stays as it is, and one line in the log names it.
 """
 
-import functools
 import contextlib
+import functools
 import hashlib
 import json
 import logging
