@@ -14,17 +14,18 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.budget import Budget, Callback, Event, harmless
+from autoshard.calibrations import cost_model
 from autoshard.compat.noise import start_jax
-from autoshard.driver import Found, Subject, run_search
+from autoshard.driver import Found, run_search
 from autoshard.errors import NoPlanError, TargetError
 from autoshard.journal import Journal, opened
 from autoshard.no_plan import why_no_plan
 from autoshard.plan import Evidence, Plan
-from autoshard.pricing import cost_model
 from autoshard.strategy import Strategy
 from autoshard.subjects import (
     KnobValue,
     ModelFn,
+    Subject,
     all_subjects,
     check_samples,
     make_subject,

@@ -20,14 +20,34 @@ import numpy as np
 from autoshard import calibrate
 from autoshard.atomic import write_atomically
 from autoshard.compat.compilers import compiler_version
+from autoshard.compat.contexts import without_mesh
 from autoshard.compat.threads import threads_asked
-from autoshard.cost import Constants
+from autoshard.cost import Constants, CostModel
 from autoshard.errors import CalibrationError
 from autoshard.host import cores, processor
 from autoshard.live_chips import chip_of_kind
+from autoshard.network import Network
+from autoshard.pricing import catalogued
 from autoshard.target import Target
 
 _log = logging.getLogger("autoshard")
+
+
+@without_mesh()
+def cost_model(
+    target: Target,
+    calibration: str | os.PathLike[str] | None = None,
+    on_measuring: Callable[[], None] = lambda: None,
+) -> CostModel:
+    """What kernels and collectives cost on a target.
+
+    Args:
+      calibration: folder that keeps calibrations of live targets; default in the user's cache.
+      on_measuring: called before a live target without a calibration is measured.
+    """
+    if target.topology is not None:
+        return CostModel(catalogued(target.topology), network=Network(target.topology))
+    return CostModel(calibrated(target, calibration, on_measuring))
 
 
 def calibrated(

@@ -8,6 +8,7 @@ by libtpu's own estimate, with a constraint at each of its 335 sites than with t
 
 import bisect
 import dataclasses
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 
@@ -28,7 +29,19 @@ _JUDGED_SITES = 40_000
 """Sites in all the partitions that may be asked for to spare single constraints: half a minute."""
 
 
+_FOUND: weakref.WeakKeyDictionary[Analysis, dict[object, Specs]] = weakref.WeakKeyDictionary()
+
+
 def told(analysis: Analysis, specs: Specs) -> Specs:
+    """`specs` with the constraints that are needed, found once for each analysis."""
+    found = _FOUND.setdefault(analysis, {})
+    key = specs.key()
+    if key not in found:
+        found[key] = _told(analysis, specs)
+    return found[key]
+
+
+def _told(analysis: Analysis, specs: Specs) -> Specs:
     """The same partition with the constraints that `specs.wording` speaks of.
 
     What is partitioned alike is asked of the partitioner: every operation divided over the same

@@ -7,13 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autoshard.cost import CostModel
-from autoshard.driver import Subject
 from autoshard.layout import Layout
 from autoshard.program import Program, trace
 from autoshard.report.words import mebibytes, mesh_in_words
 from autoshard.rungs.propagate import Propagator
 from autoshard.strategy import baselines
-from autoshard.subjects import KnobValue, ModelFn
+from autoshard.subjects import KnobValue, ModelFn, Subject
 from autoshard.trial import Estimate
 
 _log = logging.getLogger("autoshard")

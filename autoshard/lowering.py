@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from autoshard.analysis import Analysis
 from autoshard.compat import jaxprs, stablehlo
 from autoshard.compat.contexts import without_mesh
-from autoshard.constraints import told
 from autoshard.layout import Spec
 from autoshard.module import ArraySpec, Module
 from autoshard.program import Leaf, Program
@@ -71,11 +70,11 @@ def constrained_step(
 def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wrapped:
     """The flat step, jitted: (state leaves, batch leaves) -> (state leaves, metric leaves).
 
-    The state is donated, the batch never. How many constraints it has is the layout's
-    `wording`.
+    The state is donated, the batch never. Every site of `specs` is constrained; `constraints.told`
+    leaves those out that say nothing new.
     """
     mesh = target.any_mesh(specs.mesh)
-    closed = constrained_step(analysis, told(analysis, specs), mesh)
+    closed = constrained_step(analysis, specs, mesh)
     return jax.jit(
         jaxprs.as_function(closed),
         in_shardings=shardings(mesh, specs.inputs),

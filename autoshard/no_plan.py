@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from autoshard.cost import CostModel
-from autoshard.driver import Found, Subject
+from autoshard.driver import Found
 from autoshard.knob_advice import Nearest, knob_advice
 from autoshard.program import Program
 from autoshard.report.words import mebibytes, mesh_in_words, rules_in_words
 from autoshard.rungs.propagate import Propagator
-from autoshard.subjects import KnobValue, ModelFn
+from autoshard.subjects import KnobValue, ModelFn, Subject
 from autoshard.target import Target
 from autoshard.topology import at_least
 from autoshard.trial import Estimate, Failure, Kind, Stage, Trial

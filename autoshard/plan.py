@@ -16,6 +16,7 @@ from autoshard.axes import Axes
 from autoshard.compat.contexts import without_mesh
 from autoshard.compat.jaxprs import as_function
 from autoshard.compat.noise import quiet
+from autoshard.constraints import told
 from autoshard.deleted import refuse_deleted
 from autoshard.errors import PlanError
 from autoshard.layout import Candidate, Layout, Spec, Wording
@@ -100,6 +101,11 @@ class Plan:
         flat = shardings(self.mesh, self._specs.inputs)
         self.state_shardings: Any = jax.tree.unflatten(program.state_tree, flat[:count])
         self.batch_shardings: Any = jax.tree.unflatten(program.batch_tree, flat[count:])
+
+    @functools.cached_property
+    def _constrained(self) -> Specs:
+        """The shardings whose constraints the running step has."""
+        return told(self._analysis, self._specs)
 
     @property
     def program(self) -> Program:
@@ -252,7 +258,7 @@ class Plan:
         if self._given is not None:
             return self._given
         with quiet(), without_mesh():
-            return compilable_step(self._analysis, self._specs, self._target).compile()
+            return compilable_step(self._analysis, self._constrained, self._target).compile()
 
     @functools.cached_property
     def _trees(self) -> Any:
@@ -309,7 +315,7 @@ class Plan:
 
     def lower(self) -> Module:
         """The running step as plain data; its digest is that of the program that was measured."""
-        return lower_step(self._analysis, self._specs, self._target)
+        return lower_step(self._analysis, self._constrained, self._target)
 
     def save(self, path: str) -> None:
         """Writes the plan as JSON, whole or not at all; `autoshard.load_plan` reads it."""

@@ -1,32 +1,9 @@
-"""The model of time of a target: calibrated where it is here, else from the catalogue."""
+"""The constants of hardware that is not here, from its catalogue entry."""
 
-import os
-from collections.abc import Callable
 
-from autoshard.calibrations import calibrated
-from autoshard.compat.contexts import without_mesh
-from autoshard.cost import GATHERS_AT_ONCE, SUMS_APART, Constants, CostModel
-from autoshard.network import Network
+from autoshard.cost import GATHERS_AT_ONCE, SUMS_APART, Constants
 from autoshard.precision import precise_rates
-from autoshard.target import Target
 from autoshard.topology import Topology
-
-
-@without_mesh()
-def cost_model(
-    target: Target,
-    calibration: str | os.PathLike[str] | None = None,
-    on_measuring: Callable[[], None] = lambda: None,
-) -> CostModel:
-    """What kernels and collectives cost on a target.
-
-    Args:
-      calibration: folder that keeps calibrations of live targets; default in the user's cache.
-      on_measuring: called before a live target without a calibration is measured.
-    """
-    if target.topology is not None:
-        return CostModel(catalogued(target.topology), network=Network(target.topology))
-    return CostModel(calibrated(target, calibration, on_measuring))
 
 
 def catalogued(topology: Topology) -> Constants:

@@ -1,5 +1,6 @@
 """From `model_fn` and `knobs` to analysed programs, each with the space of its layouts."""
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -7,11 +8,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TypeVar
 
-from autoshard.analysis import analyse
-from autoshard.driver import Subject
+from autoshard.analysis import Analysis, analyse
 from autoshard.errors import LayoutError, WorkloadError
 from autoshard.fix import read_fix, unfit
-from autoshard.layout import MeshShape, Spec
+from autoshard.layout import Layout, MeshShape, Spec
 from autoshard.meshes import mesh_shapes
 from autoshard.program import Program, sample_batch, trace
 from autoshard.space import Knobs, Space
@@ -24,6 +24,20 @@ B = TypeVar("B")
 
 KnobValue = str | int | float | bool | None
 ModelFn = Callable[..., Workload]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One value of the knobs: its analysis and the space of its layouts."""
+
+    analysis: Analysis
+    space: Space
+
+    def analysis_for(self, layout: Layout) -> Analysis:
+        """What a layout is judged and lowered with: the step as written has its own analysis."""
+        if layout.as_written and self.space.written is not None:
+            return self.space.written.analysis
+        return self.analysis
 
 
 def knob_values(model_fn: ModelFn, knobs: Mapping[str, Sequence[KnobValue]] | None) -> list[Knobs]:

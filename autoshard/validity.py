@@ -20,7 +20,7 @@ from autoshard.compat.device_order import known_kind
 from autoshard.compat.executable import MemoryUse, memory_use
 from autoshard.compat.noise import quiet
 from autoshard.compat.versions import versions
-from autoshard.driver import Subject
+from autoshard.constraints import told
 from autoshard.errors import LoweringError, PlanError, TargetError, WorkloadError
 from autoshard.layout import MeshShape
 from autoshard.lowering import compilable_step, lower_step
@@ -32,7 +32,7 @@ from autoshard.report.words import mebibytes
 from autoshard.rungs.compile_job import compile_in_process, request_for
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import close_worker_here
-from autoshard.subjects import ModelFn, knob_values, make_subject
+from autoshard.subjects import ModelFn, Subject, knob_values, make_subject
 from autoshard.target import Target
 from autoshard.topology import arrangement, parse_topology
 from autoshard.trial import Collective, Estimate, Failure, Kind, Stage
@@ -121,7 +121,8 @@ def checked_plan(
             " plan was made"
         )
     notes += target_notes(record.target, target)
-    analysis, specs = subject.analysis_for(layout), space.specs(layout)
+    analysis = subject.analysis_for(layout)
+    specs = told(analysis, space.specs(layout))
     compiled: _Compiled | Failure
     if target.is_here:
         with _lowering(path, target):

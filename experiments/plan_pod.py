@@ -32,9 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 import autoshard
+from autoshard.calibrations import cost_model
 from autoshard.compat.compilers import compiler_version
 from autoshard.host import machine
-from autoshard.pricing import cost_model
 from autoshard.report.words import mebibytes, seconds
 from autoshard.target import find_target
 from autoshard.trial import Estimate, Failure

@@ -5,11 +5,11 @@ import time
 from collections.abc import MutableMapping
 
 from autoshard.cost import CostModel
-from autoshard.driver import Subject
 from autoshard.layout import Candidate
 from autoshard.rungs.propagate import Propagator
 from autoshard.strategy import Seen, Strategy, baselines
 from autoshard.strategy.base import score
+from autoshard.subjects import Subject
 from autoshard.trial import Estimate, Failure
 
 Known = MutableMapping[Candidate, Estimate | Failure]

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 from absl import app, flags
 
+from autoshard.calibrations import cost_model
 from autoshard.host import machine
-from autoshard.pricing import cost_model
 from autoshard.program import trace
 from autoshard.strategy import Beam
 from autoshard.subjects import make_subject

@@ -25,8 +25,8 @@ import jax
 from absl import app, flags
 from rich.console import Console
 
+from autoshard.calibrations import cost_model
 from autoshard.cost import MODEL_REVISION
-from autoshard.pricing import cost_model
 from autoshard.program import trace
 from autoshard.strategy import Beam, Strategy
 from autoshard.subjects import make_subject

@@ -11,13 +11,12 @@ import numpy as np
 from autoshard import lowering
 from autoshard.analysis import Analysis
 from autoshard.cost import KINDS, Constants, CostModel, LinkCost
-from autoshard.driver import Subject
 from autoshard.layout import Layout
 from autoshard.program import sample_batch, trace
 from autoshard.rungs.propagate import Propagator
 from autoshard.space import Space
 from autoshard.strategy import baselines
-from autoshard.subjects import make_subject
+from autoshard.subjects import Subject, make_subject
 from autoshard.target import Target, find_target
 from autoshard.trial import Estimate
 from autoshard.workload import Workload

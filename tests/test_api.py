@@ -14,6 +14,7 @@ import pytest
 
 import autoshard
 from autoshard import api, calibrate, calibrations
+from autoshard.constraints import told
 from autoshard.driver import compiling, ledger
 from autoshard.driver import search as driver_search
 from autoshard.driver.search import FIRST_WAVE_ROUNDS
@@ -362,7 +363,7 @@ def test_a_candidate_that_computes_something_else_never_becomes_the_plan(
     target = searched.plan.target
     right = make_subject(trace(mlp()), target, "free", None)
     wrong = make_subject(trace(mlp(rate=0.101)), target, "free", None)
-    key = right.space.specs(culprit.layout).key()
+    key = told(right.analysis, right.space.specs(culprit.layout)).key()
 
     def lower(analysis, specs, target):
         return lower_step(wrong.analysis if specs.key() == key else analysis, specs, target)

@@ -9,6 +9,7 @@ import pytest
 
 import autoshard
 from autoshard import checked
+from autoshard.constraints import told
 from autoshard.errors import PlanError, WorkloadError
 from autoshard.lowering import lower_step
 from autoshard.plan import Evidence, Plan, _number
@@ -308,11 +309,13 @@ def test_the_running_step_is_the_program_that_was_judged(searched):
     plan = searched.plan
     subject = make_subject(plan.program, plan.target, "free", None)
     candidate = plan.trial.candidate
-    judged = lower_step(subject.analysis, subject.space.specs(candidate.layout), plan.target)
+    specs = told(subject.analysis, subject.space.specs(candidate.layout))
+    judged = lower_step(subject.analysis, specs, plan.target)
     assert plan.lower().digest == judged.digest
     assert plan.candidate == candidate
     other = next(t for t in plan.evidence.trials if t.candidate != candidate and t.compiled)
-    other = lower_step(subject.analysis, subject.space.specs(other.candidate.layout), plan.target)
+    specs = told(subject.analysis, subject.space.specs(other.candidate.layout))
+    other = lower_step(subject.analysis, specs, plan.target)
     assert other.digest != judged.digest
 
 

@@ -5,8 +5,8 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
+from autoshard.calibrations import cost_model
 from autoshard.lowering import lower_step
-from autoshard.pricing import cost_model
 from autoshard.rungs.compile import estimate_of
 from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
 from autoshard.target import find_target

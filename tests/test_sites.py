@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from autoshard import hlo, lowering, rewrite
 from autoshard.compat import jaxprs, stablehlo
-from autoshard.driver import Subject
 from autoshard.sites import Place, Site, site_of_location
 from autoshard.specs import Specs
+from autoshard.subjects import Subject
 from autoshard.trial import Collective
 from tests import programs
 from tests.analysed import analyse, baseline, judge, subject, target

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
+from autoshard.calibrations import cost_model
 from autoshard.catalogue import catalogue
 from autoshard.driver.ledger import Ledger
 from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal
 from autoshard.neighbours import drafts, swaps
-from autoshard.pricing import cost_model
 from autoshard.program import trace
 from autoshard.strategy import baselines
 from autoshard.strategy.base import Seen

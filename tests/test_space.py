@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from autoshard.driver import Subject
 from autoshard.errors import LayoutError, WorkloadError
 from autoshard.fix import read_fix
 from autoshard.layout import Layout, Whole, rules
@@ -20,7 +19,7 @@ from autoshard.neighbours import neighbours
 from autoshard.program import Program, trace
 from autoshard.space import Space
 from autoshard.strategy import baselines
-from autoshard.subjects import allowed_meshes, make_subject
+from autoshard.subjects import Subject, allowed_meshes, make_subject
 from autoshard.target import find_target
 from tests import programs
 from tests.analysed import analyse, judge, subject, target

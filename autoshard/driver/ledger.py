@@ -6,35 +6,21 @@ import pathlib
 import time
 from collections.abc import Iterator, Sequence
 
-from autoshard.analysis import Analysis
 from autoshard.budget import Budget, Callback, Event
 from autoshard.compat.versions import versions
+from autoshard.constraints import told
 from autoshard.cost import MODEL_REVISION, Constants, Correction, CostModel
 from autoshard.errors import LoweringError
 from autoshard.journal import Journal, key_of
-from autoshard.layout import Candidate, Layout
+from autoshard.layout import Candidate
 from autoshard.lowering import lower_step
 from autoshard.module import Module
 from autoshard.rungs.failures import failure_of
 from autoshard.rungs.worker import WorkerSettings
-from autoshard.space import Space
 from autoshard.specs import Specs
+from autoshard.subjects import Subject
 from autoshard.target import Target
 from autoshard.trial import Estimate, Failure, Measurement, Stage, Trial
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """One value of the knobs: its analysis and the space of its layouts."""
-
-    analysis: Analysis
-    space: Space
-
-    def analysis_for(self, layout: Layout) -> Analysis:
-        """What a layout is judged and lowered with: the step as written has its own analysis."""
-        if layout.as_written and self.space.written is not None:
-            return self.space.written.analysis
-        return self.analysis
 
 
 @dataclasses.dataclass(slots=True)
@@ -233,7 +219,7 @@ class Ledger:
             start = time.perf_counter()
             try:
                 analysis = subject.analysis_for(row.candidate.layout)
-                row.module = lower_step(analysis, self.specs_of(row), self.target)
+                row.module = lower_step(analysis, told(analysis, self.specs_of(row)), self.target)
                 row.digest = row.module.digest
             except LoweringError as error:
                 cause = error.__cause__

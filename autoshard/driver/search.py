@@ -13,7 +13,7 @@ from autoshard.budget import Budget, Callback
 from autoshard.compat.contexts import without_mesh
 from autoshard.cost import Correction, CostModel
 from autoshard.driver.compiling import Compiling
-from autoshard.driver.ledger import Ledger, Subject
+from autoshard.driver.ledger import Ledger
 from autoshard.driver.measuring import Measuring, opened_bench
 from autoshard.driver.promoting import (
     false_rejections,
@@ -28,6 +28,7 @@ from autoshard.driver.propagating import propagate_all
 from autoshard.journal import Journal
 from autoshard.layout import Wording
 from autoshard.strategy import Strategy
+from autoshard.subjects import Subject
 from autoshard.target import Target
 from autoshard.trial import Failure, Kind, Stage, Trial
 

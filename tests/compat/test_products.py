@@ -6,8 +6,8 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
+from autoshard.calibrations import cost_model
 from autoshard.layout import Layout
-from autoshard.pricing import cost_model
 from autoshard.subjects import Subject
 from autoshard.target import find_target
 from autoshard.trial import Collective

@@ -8,9 +8,9 @@ import pytest
 
 import autoshard
 from autoshard import api
+from autoshard.calibrations import cost_model
 from autoshard.errors import WorkerError
 from autoshard.journal import Journal, opened
-from autoshard.pricing import cost_model
 from autoshard.rungs.bench import Bench
 from autoshard.target import find_target
 from autoshard.trial import Failure, Kind, Measurement, Stage

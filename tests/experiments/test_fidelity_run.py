@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.calibrations import calibrated
+from autoshard.calibrations import calibrated, cost_model
 from autoshard.cost import MODEL_REVISION, Constants
 from autoshard.driver.compiling import Compiling
 from autoshard.journal import Journal
-from autoshard.pricing import cost_model
 from autoshard.target import Target
 from autoshard.trial import Failure, Kind, Measurement, Stage
 from experiments import pairs

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from autoshard import lowering
-from autoshard.driver import Subject
 from autoshard.layout import Layout
 from autoshard.rungs.propagate import Propagator
+from autoshard.subjects import Subject
 from autoshard.workload import Workload
 from tests import programs
 from tests.analysed import (

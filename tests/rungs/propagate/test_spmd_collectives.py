@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import hlo
+from autoshard.calibrations import cost_model
 from autoshard.compat.executable import compile_module
 from autoshard.cost import CostModel
 from autoshard.layout import Layout
 from autoshard.lowering import lower_step
-from autoshard.pricing import cost_model
 from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
 from autoshard.subjects import Subject
 from autoshard.target import Target, find_target
