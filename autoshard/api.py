@@ -13,16 +13,9 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from autoshard.budget import Budget, Callback, Event, harmless
-from autoshard.calibrations import cost_model
-from autoshard.compat.noise import start_jax
-from autoshard.driver import Found, run_search
+from autoshard.compat.xla.stderr_capture import start_jax
 from autoshard.errors import NoPlanError, TargetError
-from autoshard.journal import Journal, opened
-from autoshard.no_plan import why_no_plan
-from autoshard.plan import Evidence, Plan
-from autoshard.strategy import Strategy
-from autoshard.subjects import (
+from autoshard.lowering.problem import (
     KnobValue,
     ModelFn,
     Subject,
@@ -31,9 +24,16 @@ from autoshard.subjects import (
     make_subject,
     trace_all,
 )
-from autoshard.target import Target, find_target, require_own_devices
-from autoshard.trial import Measurement, Stage
-from autoshard.validity import checked_plan
+from autoshard.plan.load import checked_plan
+from autoshard.plan.plan import Evidence, Plan
+from autoshard.records.trial import Measurement, Stage
+from autoshard.rungs.profile.calibration_files import cost_model
+from autoshard.target.target import Target, find_target, require_own_devices
+from autoshard.tuner import Found, run_search
+from autoshard.tuner.budget import Budget, Callback, Event, harmless
+from autoshard.tuner.diagnosis import why_no_plan
+from autoshard.tuner.journal import Journal, opened
+from autoshard.tuner.strategy import Strategy
 
 
 def search(

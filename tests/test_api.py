@@ -13,20 +13,23 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import api, calibrate, calibrations
-from autoshard.constraints import told
-from autoshard.driver import compiling, ledger
-from autoshard.driver import search as driver_search
-from autoshard.driver.search import FIRST_WAVE_ROUNDS
-from autoshard.layout import Candidate
-from autoshard.lowering import lower_step
-from autoshard.program import trace
-from autoshard.rungs import numerics
-from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.worker import worker_here
-from autoshard.subjects import make_subject
-from autoshard.target import find_target
-from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
+from autoshard import api
+from autoshard.lowering.lower import lower_step
+from autoshard.lowering.problem import make_subject
+from autoshard.program.program import trace
+from autoshard.records.layout import Candidate
+from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage
+from autoshard.rungs.profile import calibration as calibrate
+from autoshard.rungs.profile import calibration_files as calibrations
+from autoshard.rungs.profile import numerics
+from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.worker.process import worker_here
+from autoshard.target.target import find_target
+from autoshard.tuner import compiling
+from autoshard.tuner import loop as driver_search
+from autoshard.tuner import state as ledger
+from autoshard.tuner.loop import FIRST_WAVE_ROUNDS
 from tests import workloads
 from tests.workloads import lines, mlp, write_lines
 

@@ -11,18 +11,12 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import (
-    JournalError,
-    LayoutError,
-    NoPlanError,
-    TargetError,
-    WorkloadError,
-    no_plan,
-)
-from autoshard.driver import compiling
-from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.numerics import LeafError, NumericsReport
-from autoshard.trial import Estimate, Failure, Kind, Stage
+from autoshard import JournalError, LayoutError, NoPlanError, TargetError, WorkloadError
+from autoshard.records.trial import Estimate, Failure, Kind, Stage
+from autoshard.rungs.profile.numerics import LeafError, NumericsReport
+from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.tuner import compiling
+from autoshard.tuner import diagnosis as no_plan
 from tests import workloads
 from tests.workloads import mlp, stateless
 

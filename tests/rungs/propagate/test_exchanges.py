@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.layout import Layout, rules
-from autoshard.subjects import Subject
-from autoshard.trial import Collective
+from autoshard.lowering.problem import Subject
+from autoshard.records.layout import Layout, rules
+from autoshard.records.trial import Collective
 from autoshard.workload import Workload
 from tests.analysed import analyse
 from tests.programs import normal, shaped, train

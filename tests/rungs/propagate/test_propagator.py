@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.compat import partitioner
-from autoshard.cost import CostModel
-from autoshard.layout import Layout, rules
+from autoshard.compat.shardy import partitioner
+from autoshard.records.layout import Layout, rules
+from autoshard.records.trial import Estimate, Failure, Kind
 from autoshard.rungs.propagate import Propagator
-from autoshard.strategy import baselines
-from autoshard.trial import Estimate, Failure, Kind
+from autoshard.space.baselines import baselines
+from autoshard.target.cost import CostModel
 from autoshard.workload import Workload
 from tests import programs
 from tests.analysed import CONSTANTS, COST, analyse, baseline, judge, propagator, subject
