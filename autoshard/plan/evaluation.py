@@ -22,8 +22,15 @@ if TYPE_CHECKING:
     from autoshard.plan.plan import Plan
 
 
+_MOST_SHAPES = 16
+
+
 class Evaluation:
-    """`function(state, batch)`, compiled once for each batch shape with the plan's rules."""
+    """`function(state, batch)`, compiled for each batch shape with the plan's rules.
+
+    The programs of the `_MOST_SHAPES` shapes used last are kept: a batch size that is new at each
+    call would otherwise fill the memory with programs.
+    """
 
     def __init__(self, function: Callable[..., Any], plan: "Plan"):
         self._function = function
@@ -33,9 +40,11 @@ class Evaluation:
     def __call__(self, state: Any, batch: Any) -> Any:
         flat, tree = jax.tree.flatten((state, batch))
         key = (tree, tuple((np.shape(x), jax.dtypes.result_type(x)) for x in flat))
-        if key not in self._compiled:
-            self._compiled[key] = self._build(state, batch)
-        run, out_tree = self._compiled[key]
+        found = self._compiled.pop(key, None) or self._build(state, batch)
+        self._compiled[key] = found  # the one used last comes last
+        while len(self._compiled) > _MOST_SHAPES:
+            del self._compiled[next(iter(self._compiled))]
+        run, out_tree = found
         return jax.tree.unflatten(out_tree, run(*flat))
 
     def _build(self, state: Any, batch: Any) -> tuple[Callable[..., Any], Any]:

@@ -11,6 +11,7 @@ import autoshard
 from autoshard.errors import PlanError, WorkloadError
 from autoshard.lowering.lower import lower_step
 from autoshard.lowering.problem import make_subject
+from autoshard.plan import evaluation
 from autoshard.plan import verify as checked
 from autoshard.plan.plan import Evidence, Plan, _number
 from autoshard.program.program import Leaf, trace
@@ -45,6 +46,10 @@ def unsharded():
 
 @pytest.fixture(scope="module")
 def fsdp():
+    return fsdp_plan()
+
+
+def fsdp_plan():
     """A plan that shards its state, whichever layout is fastest on this machine today."""
     target = find_target(jax.devices())
     subject = make_subject(trace(workloads.mlp()), target, "free", None)
@@ -191,8 +196,10 @@ def test_place_names_the_leaf_that_does_not_fit(plan, unsharded):
         plan.place({k: v for k, v in state.items() if k != "count"})
 
 
-def test_step_takes_arrays_that_lie_elsewhere(plan, unsharded):
-    new, _ = plan.step(plan.place(unsharded[0][0]), workloads.batch_of(0))
+def test_step_takes_arrays_that_lie_elsewhere(unsharded):
+    plan = fsdp_plan()
+    with pytest.warns(UserWarning, match=r"plan\.put"):
+        new, _ = plan.step(plan.place(unsharded[0][0]), workloads.batch_of(0))
     assert shardings_of(new) == plan.state_shardings
     assert_close(new, unsharded[0][1])
     with pytest.raises(PlanError, match=r"batch\['x'\]: got"):
@@ -213,13 +220,59 @@ def test_a_step_on_arrays_in_their_places_does_not_look_at_each(plan, monkeypatc
     plan.step(state, batch)
 
 
-def test_a_step_that_is_refused_leaves_the_state_usable(plan):
+def test_arrays_that_are_moved_are_named_once():
+    plan = fsdp_plan()
+    state, batch = plan.init(), workloads.batch_of(0)
+    state["params"] = jax.device_put(state["params"], jax.NamedSharding(plan.mesh, jax.P()))
+    with pytest.warns(UserWarning) as caught:
+        state, _ = plan.step(state, batch)
+    first, second = (str(w.message) for w in caught)
+    assert first.startswith("plan.step moves state['params']['w1'] (and 1 more leaves)")
+    assert "got NamedSharding(" in first and "expected NamedSharding(" in first
+    assert "plan.place(state)" in first
+    assert second.startswith("plan.step moves batch['x'] (and 1 more leaves)")
+    assert "plan.put(batch)" in second
+    assert {w.filename for w in caught} == {__file__}
+    plan.step(state, batch)  # warnings are errors here: none comes a second time
+
+
+def test_arrays_that_jax_itself_moves_are_named_too():
+    """They are not committed to the device on which they lie."""
+    plan = fsdp_plan()
+    with pytest.warns(UserWarning, match=r"moves batch\['x'\]"):
+        plan.step(plan.init(), workloads.batch_of(0))
+
+
+def test_arrays_that_must_be_moved_or_lie_as_planned_are_no_reason_to_warn():
+    plan, batch = fsdp_plan(), workloads.batch_of(0)
+    plan.step(plan.init(), jax.tree.map(np.asarray, batch))
+    plan.step(plan.init(), plan.put(batch))
+    alone = plan_of(scaled(ones), "replicated", jax.devices()[:1])
+    alone.step(ones(), {"x": jnp.ones((16, 8)), "rate": jnp.float32(1)})
+
+
+def test_evaluation_keeps_the_programs_of_the_last_shapes(fsdp, monkeypatch):
+    monkeypatch.setattr(evaluation, "_MOST_SHAPES", 2)
+    run, state = fsdp.jit(lambda s, b: jnp.sum(b["x"])), fsdp.init()
+    built = []
+    build = evaluation.Evaluation._build
+    monkeypatch.setattr(
+        evaluation.Evaluation, "_build", lambda *a: built.append(len(a[2]["x"])) or build(*a)
+    )
+    for size in (1, 2, 1, 3, 1, 2):
+        run(state, workloads.batch_of(0, size))
+    assert built == [1, 2, 3, 2] and len(run._compiled) == 2
+
+
+def test_a_step_that_is_refused_leaves_the_state_usable():
+    plan = fsdp_plan()
     state, batch = plan.init(), plan.put(workloads.batch_of(0))
     with pytest.raises(PlanError, match=r"batch\['y'\]: got"):
         plan.step(state, {**batch, "y": batch["y"][:8]})
     with pytest.raises(PlanError, match="the batch has structure"):
         plan.step(state, (batch["x"], batch["y"]))
-    new, _ = plan.step(state, jax.device_put(batch, jax.devices()[1]))
+    with pytest.warns(UserWarning, match=r"plan\.put"):
+        new, _ = plan.step(state, jax.device_put(batch, jax.devices()[1]))
     assert shardings_of(new) == plan.state_shardings
 
 
