@@ -13,7 +13,8 @@ from autoshard.compat import shardings, stablehlo
 from autoshard.errors import PartitionerRefused
 from autoshard.partitioned import Annotations, Partition, annotations, judged
 from autoshard.rungs.failures import declined
-from autoshard.rungs.worker import WorkerSettings, worker_here, worker_threads
+from autoshard.rungs.worker import WorkerSettings, worker_here
+from autoshard.rungs.worker_pool import worker_threads
 from autoshard.specs import Specs
 from autoshard.trial import Failure, Stage
 
@@ -83,7 +84,7 @@ def opened(
       folder: for the workers' output, see WorkerSettings.
       time_limit_s: for one layout.
     """
-    with worker_threads(workers, "autoshard-partition") as pool:
+    with worker_threads(lambda: workers, "autoshard-partition") as pool:
         yield Partitioners(pool, analyses, folder, time_limit_s)
 
 

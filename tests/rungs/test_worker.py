@@ -14,7 +14,8 @@ import pytest
 from autoshard.errors import WorkerError
 from autoshard.rungs import standstill
 from autoshard.rungs import worker as worker_module
-from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here, worker_threads
+from autoshard.rungs.worker import WorkerProcess, WorkerSettings, worker_here
+from autoshard.rungs.worker_pool import worker_threads
 from autoshard.trial import Failure, Kind, Stage
 
 
@@ -325,7 +326,7 @@ def test_after_the_end_of_its_threads_no_worker_is_started(tmp_path, monkeypatch
                 call(worker, len, "abc")
             said.append(worker.pid)
 
-    with worker_threads(1, "test") as pool:
+    with worker_threads(lambda: 1, "test") as pool:
         future = pool.submit(job)
         assert started.wait(60)
     ended.set()
