@@ -71,8 +71,9 @@ def search(
       memory_headroom: part of that which no plan may use.
       budget: how much the search may spend.
       journal: a file that records every trial; an interrupted search goes on from it.
-      executor: where programs are compiled; default worker processes here, two at most. Not for
-        accelerators that are here: only the process that holds them can compile for them.
+      executor: where programs are compiled; default worker processes here, as many as cores and
+        free memory allow, 16 at most. Not for accelerators that are here: only the process that
+        holds them can compile for them.
       strategy: who chooses candidates; default exhaustive in small spaces, else beam search.
       calibration: folder that keeps calibrations of live targets; default in the user's cache.
       hardware: a catalogue file with chips or links of your own, or with corrected figures; for
@@ -182,6 +183,7 @@ def _plan(
         notes=notes,
         axes=tuple((a.name, a.size, a.where) for a in subject.analysis.axes.axes),
         constants_digest=constants_digest,
+        compiles=found.compiles,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     layout = found.trials[winner].candidate.layout

@@ -50,6 +50,7 @@ class Evidence:
       notes: sentences a reader should know (synthetic batches, dropped rules).
       axes: (name, size, where) of each logical axis.
       constants_digest: of the calibration.
+      compiles: the most programs that rung 2 could compile; 0 in files that do not say it.
     """
 
     trials: tuple[Trial, ...] = ()
@@ -63,6 +64,7 @@ class Evidence:
     notes: tuple[str, ...] = ()
     axes: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
     constants_digest: str = ""
+    compiles: int = 0
     created: str = ""
 
     @property

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +13,18 @@ from autoshard.records.module import Module
 from autoshard.records.trial import Estimate, Failure, Kind, Stage
 from autoshard.rungs.compile.estimate import estimate_of
 from autoshard.rungs.compile.hlo import HloError
-from autoshard.rungs.compile.job import CompileResult, compile_in_process, compile_on, request_for
+from autoshard.rungs.compile.job import (
+    FIRST_PEAK_BYTES,
+    CompileRequest,
+    CompileResult,
+    compile_in_process,
+    compile_on,
+    request_for,
+    workers_for,
+)
 from autoshard.rungs.worker.failures import failure_of
-from autoshard.rungs.worker.process import worker_threads
+from autoshard.rungs.worker.pool import worker_threads
+from autoshard.target.host import available_bytes
 from autoshard.tuner.state import Ledger, Row
 
 _SILENT_S = 600.0
@@ -40,6 +48,8 @@ class Compiling:
 
     Attributes:
       count: programs that were given to the compiler, answers from the journal included.
+      most: how many programs the search may compile, as its budget says, or by `workers` where that
+        leaves it open.
     """
 
     def __init__(self, ledger: Ledger, executor: concurrent.futures.Executor | None):
@@ -54,6 +64,20 @@ class Compiling:
         # is said of candidates since it is taken for lost.
         self._given_s = self._heard_s = 0.0
         self._lost: Failure | None = None
+        self._in_process = ledger.target.is_here and ledger.target.platform != "cpu"
+        self._free_bytes = available_bytes()
+        self._peaks_bytes: list[int] = []  # of the workers here, after each compile
+        self.most = ledger.budget.compiles_by(self.workers())
+
+    def workers(self) -> int:
+        """How many programs compile at once on this machine, by the largest peak seen so far.
+
+        1 where a user's executor compiles, or this process for its own accelerators.
+        """
+        if self._theirs or self._in_process:
+            return 1
+        peak_bytes = max(self._peaks_bytes, default=FIRST_PEAK_BYTES)
+        return workers_for(self._free_bytes, peak_bytes)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -61,19 +85,25 @@ class Compiling:
 
         The user's own goes on without what is still in its queue.
         """
-        target = self._ledger.target
-        if self._executor is not None or (target.is_here and target.platform != "cpu"):
+        if self._executor is not None or self._in_process:
             try:
                 yield
             finally:
                 self._cancel()
             return
-        with worker_threads(min(2, os.cpu_count() or 1), "autoshard-compile") as pool:
+        with worker_threads(self.workers, "autoshard-compile") as pool:
             self._executor = pool
             try:
                 yield
             finally:
                 self._executor = None
+
+    def _compile(self, request: CompileRequest) -> CompileResult | Failure:
+        """Runs in a thread of our own pool, whose limit follows from what it learns here."""
+        result = compile_in_process(request)
+        if isinstance(result, CompileResult) and result.peak_bytes:
+            self._peaks_bytes.append(result.peak_bytes)
+        return result
 
     def compile(self, indices: list[int], share: float) -> None:
         """`begin`, then `finish`."""
@@ -88,7 +118,7 @@ class Compiling:
         Args:
           share: part of the budget's seconds after which no further row is begun, except the first.
         """
-        ledger, total = self._ledger, self._ledger.budget.compiles
+        ledger, total = self._ledger, self.most
         for i in indices:
             if self.count and ledger.stops("compiling", share):
                 break
@@ -141,7 +171,8 @@ class Compiling:
                 self._executables,
             )
             try:
-                future = self._executor.submit(compile_in_process, request)
+                job = compile_in_process if self._theirs else self._compile
+                future = self._executor.submit(job, request)
             except RuntimeError as error:  # the user's executor is broken or shut down
                 row.compiled = failure_of(error, Stage.COMPILE, 0.0)
             else:
@@ -154,7 +185,7 @@ class Compiling:
         A user's executor is waited for until the budget's seconds are spent, or it has been silent
         for long: what it still has is then a failure, of which nothing is recorded.
         """
-        ledger, total = self._ledger, self._ledger.budget.compiles
+        ledger, total = self._ledger, self.most
         begin = time.perf_counter()
         while self._waiting:
             done, _ = concurrent.futures.wait(
@@ -290,7 +321,7 @@ class Compiling:
             outcome = dataclasses.replace(outcome, dropped=row.propagated.dropped)
         row.compiled = outcome
         note = self._ledger.note("compile", row)
-        self._ledger.journal.add(key, outcome, {**note, "module": row.digest})
+        self._ledger.journal.add(key, outcome, {**note, "module": row.digest, "most": self.most})
 
 
 def _are_one(one: Row, other: Row) -> bool:

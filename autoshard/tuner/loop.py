@@ -65,6 +65,7 @@ class Found:
       elapsed_s: seconds by rung, and in all.
       correction: what measurements taught of rung 1.
       notes: what else the user should know, each once.
+      compiles: the most programs that rung 2 could compile (`Budget.compiles`, or by the machine).
     """
 
     trials: tuple[Trial, ...]
@@ -75,6 +76,7 @@ class Found:
     elapsed_s: dict[str, float]
     correction: Correction
     notes: tuple[str, ...] = ()
+    compiles: int = 0
 
 
 @without_mesh()
@@ -136,6 +138,7 @@ def run_search(
         elapsed_s=dict(ledger.elapsed_s),
         correction=ledger.correction,
         notes=tuple(dict.fromkeys(ledger.notes)),
+        compiles=compiling.most,
     )
 
 
@@ -155,7 +158,7 @@ def _climb(
     """The rungs in two waves: the first teaches the model of rung 1, the second profits."""
     budget = ledger.budget
     # Of compilations that nothing is measured after, some ask for the best in other words.
-    spared = min(budget.compiles // 3, _MOST_REWORDED)
+    spared = min(compiling.most // 3, _MOST_REWORDED)
     if budget.profiles or spared < _FEWEST_REWORDED:
         spared = 0
     first: list[int] = []
@@ -164,14 +167,14 @@ def _climb(
     def begin_baselines() -> None:
         # Rung 1 needs one core: the workers have the others until it is done. Half of the
         # compilations are for what it finds.
-        first.extend(hopeful_baselines(ledger)[: (budget.compiles - spared + 1) // 2])
+        first.extend(hopeful_baselines(ledger)[: (compiling.most - spared + 1) // 2])
         with ledger.timed("compile"):
             compiling.begin(first, share)
 
     with ledger.timed("propagate"):
         propagate_all(ledger, strategy, RUNG1_SHARE, begin_baselines)
     with ledger.timed("compile"):
-        room = max(0, budget.compiles - spared - len(first))
+        room = max(0, compiling.most - spared - len(first))
         room = min(room, budget.profiles or room)
         more = promoted(ledger, room - room // 2, first)
         compiling.compile(more, share)
@@ -179,12 +182,12 @@ def _climb(
     if budget.profiles == 0:
         learn(ledger)
         with ledger.timed("compile"):
-            second = promoted(ledger, max(0, budget.compiles - spared - compiling.count), first)
+            second = promoted(ledger, max(0, compiling.most - spared - compiling.count), first)
             compiling.compile(second, 1.0)
             for index in itertools.islice(reworded(ledger, compiling.known), spared):
                 compiling.begin([index], 1.0)
             compiling.finish()
-            rest = promoted(ledger, max(0, budget.compiles - compiling.count), first)
+            rest = promoted(ledger, max(0, compiling.most - compiling.count), first)
             compiling.compile(rest, 1.0)
         return
     with opened_bench(ledger) as bench:
@@ -194,7 +197,7 @@ def _climb(
             measuring.measure(bench, begun, "first", FIRST_WAVE_ROUNDS, 0, RUNG2_SHARE)
         learn(ledger)
         with ledger.timed("compile"):
-            room = min(budget.compiles - compiling.count, budget.profiles - len(ledger.measured()))
+            room = min(compiling.most - compiling.count, budget.profiles - len(ledger.measured()))
             second = promoted(ledger, max(0, room), first)
             compiling.compile(second, RUNG2_SHARE)
         with ledger.timed("profile"):

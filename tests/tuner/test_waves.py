@@ -17,29 +17,36 @@ class Compiler:
 
     def __init__(self, ledger, slower):
         self.count, self._ledger, self._slower = 0, ledger, slower
+        self.most = ledger.budget.compiles_by(workers=7)  # 20 where the budget leaves it open
+        self.at_work = False
 
     def compile(self, indices, share):
+        self.begin(indices, share)
+        self.finish()
+
+    def begin(self, indices, share):
+        self.at_work = True
         self.count += len(indices)
         for i in indices:
             time_s = self._ledger.rows[i].propagated.time_s * self._slower.get(i, 1.0)
             self._ledger.rows[i].compiled = estimate(time_s, rung=Rung.COMPILE)
 
-    begin = compile
-
     def known(self, row):
         return False
 
     def finish(self):
-        pass
+        self.at_work = False
 
 
 class Clock:
     """Measures what is predicted, but for what is `broken`, and knows what it was given."""
 
-    def __init__(self, ledger, broken):
+    def __init__(self, ledger, broken, compiler):
         self.waves, self.ranking, self._ledger, self._broken = {}, (), ledger, broken
+        self._compiler = compiler
 
     def measure(self, bench, indices, wave, rounds, first_round, share):
+        assert not self._compiler.at_work, "compilers would take cores from what is measured"
         self.waves[wave] = list(indices)
         for i in indices:
             seen = Measurement(samples_s=(self._ledger.estimated_s(i),), rounds=(first_round,))
@@ -59,10 +66,11 @@ def climbed(ledger, monkeypatch):
         ]
         monkeypatch.setattr(search, "propagate_all", lambda ledger, a, b, begin: begin())
         monkeypatch.setattr(search, "opened_bench", lambda ledger: contextlib.nullcontext())
-        compiler, clock = Compiler(ledger, slower or {}), Clock(ledger, broken)
+        compiler = Compiler(ledger, slower or {})
+        clock = Clock(ledger, broken, compiler)
         search._climb(ledger, compiler, clock, None)
         compiled = sum(r.compiled is not None for r in ledger.rows)
-        assert compiled == compiler.count <= ledger.budget.compiles
+        assert compiled == compiler.count <= compiler.most
         assert len(ledger.measured()) <= ledger.budget.profiles
         return clock.waves
 
