@@ -32,6 +32,13 @@ class Idle(NamedTuple):
         return f"{kind} rule {self.axis} -> {', '.join(self.to)} shards nothing"
 
 
+class Lost(NamedTuple):
+    """A mesh axis that a rule asks a dimension for in vain, and why, after the array's path."""
+
+    mesh_axis: str
+    why: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Specs:
     """Every sharding of one layout of one program.
@@ -39,7 +46,8 @@ class Specs:
     Attributes:
       inputs, outputs: per flat input and output (new state, then metrics).
       sites: per site index; sites left out get no constraint.
-      dropped: sentences on what divisibility or factor order took away, each once.
+      dropped: sentences on inputs that a mesh axis does not divide though a rule asks for it, by
+        divisibility or the order of factors, each once.
       idle: rules that shard nothing.
       wording: how many of the sites are constrained in the program.
     """
@@ -111,7 +119,7 @@ _WHOLE_SITES: dict[Whole, frozenset[Used]] = {
 
 
 class _Resolver:
-    """Turns rules into specs; remembers what was dropped and which rules did anything."""
+    """Turns rules into specs; remembers which rules did anything."""
 
     def __init__(self, layout: Layout, small: int, axes: Axes):
         self.layout = layout
@@ -123,9 +131,10 @@ class _Resolver:
         self.counted = frozenset(name for name, _ in layout.canonical().mesh)
         self.tables = {True: dict(layout.storage), False: dict(layout.compute)}
         self.giving_way = frozenset(layout.giving_way)
-        self.dropped: dict[str, None] = {}
         self.used: set[tuple[bool, str]] = set()
-        self._memo: dict[tuple[Dimensions, bool, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
+        self._memo: dict[
+            tuple[Dimensions, bool, bool, bool], tuple[SiteSpec, tuple[Lost, ...]]
+        ] = {}
 
     def site(self, asked: Asked) -> SiteSpec | None:
         """None for a value that passes from one sharding to the same.
@@ -174,17 +183,18 @@ class _Resolver:
             return False
         return elements(dims, self.loops) <= self.small
 
-    def leaf(self, dims: Dimensions, of_state: bool, storage: bool, path: str) -> SiteSpec:
+    def leaf(
+        self, dims: Dimensions, of_state: bool, storage: bool
+    ) -> tuple[Spec, tuple[Lost, ...]]:
+        """The spec of an input, and what its rules ask for in vain."""
         if of_state and self._is_replicated(dims):
-            return _replicated(dims)
-        spec, dropped = self._known(dims, storage, False)
-        for sentence in dropped:
-            self.dropped.setdefault(path + sentence)
-        return spec
+            return _replicated(dims).spec, ()
+        found, lost = self._known(dims, storage, False)
+        return found.spec, lost
 
     def _known(
         self, dims: Dimensions, storage: bool, batch_first: bool, batch_alone: bool = False
-    ) -> tuple[SiteSpec, tuple[str, ...]]:
+    ) -> tuple[SiteSpec, tuple[Lost, ...]]:
         key = (dims, storage, batch_first, batch_alone)
         if key not in self._memo:
             self._memo[key] = self._resolve(*key)
@@ -192,8 +202,8 @@ class _Resolver:
 
     def _resolve(
         self, dims: Dimensions, storage: bool, batch_first: bool, batch_alone: bool
-    ) -> tuple[SiteSpec, tuple[str, ...]]:
-        """The spec of a value, and how its sentences on what was dropped go on after its path.
+    ) -> tuple[SiteSpec, tuple[Lost, ...]]:
+        """The spec of a value, and what its rules ask for in vain.
 
         Args:
           batch_alone: whether the rules of batch axes alone count.
@@ -206,7 +216,7 @@ class _Resolver:
         taken: set[str] = set()
         spec: list[tuple[str, ...]] = [() for _ in dims]
         is_open = [False for _ in dims]
-        dropped: list[str] = []
+        dropped: list[Lost] = []
         for d in self._in_turn(dims, claims, storage, batch_first):
             here: list[str] = []
             blocked = False
@@ -214,16 +224,16 @@ class _Resolver:
             for (axis, size), rule in zip(dims[d], claims[d], strict=True):
                 if rule and blocked:
                     lost = True
-                    dropped.append(f"[{d}] holds {axis} inside a larger part: not sharded")
+                    why = f"[{d}]: {axis} lies inside a larger part"
+                    dropped += [Lost(m, why) for m in rule]
                     rule = ()
                 got: list[str] = []
                 for m in rule:
                     if m in taken:
                         continue
                     if size % (math.prod(self.sizes[x] for x in got) * self.sizes[m]):
-                        dropped.append(
-                            f"[{d}]: {axis} of {size} is not divisible by {m}={self.sizes[m]}"
-                        )
+                        why = f"[{d}]: {axis} of {size} is not divisible by {m}={self.sizes[m]}"
+                        dropped.append(Lost(m, why))
                         break
                     got.append(m)
                 if got and axis is not None:
@@ -305,15 +315,17 @@ def resolve(
     resolver = _Resolver(layout, small, axes)
     count = len(program.state)
     inputs: list[Spec] = []
+    dropped: dict[str, None] = {}
     for i, (leaf, dims) in enumerate(zip(program.inputs, axes.inputs, strict=True)):
         if i in fixed:
             inputs.append(fixed[i])
             continue
         dims = dims[: len(leaf.shape)]  # a PRNG key has one more dimension, of its words
-        found = resolver.leaf(dims, i < count, i < count and i not in whole, leaf.path)
-        spec = found.spec
+        spec, lost = resolver.leaf(dims, i < count, i < count and i not in whole)
         if i >= count:
             spec = _with_whole_batch(resolver, axes, dims, spec)
+        divided = {m for to in spec for m in to}
+        dropped.update((leaf.path + x.why, None) for x in lost if x.mesh_axis not in divided)
         inputs.append(spec)
     outputs = [*inputs[:count], *(tuple(() for _ in leaf.shape) for leaf in program.metrics)]
     placed: dict[int, SiteSpec] = {}
@@ -332,7 +344,7 @@ def resolve(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         sites=placed,
-        dropped=tuple(resolver.dropped),
+        dropped=tuple(dropped),
         idle=tuple(idle),
         wording=layout.wording,
     )

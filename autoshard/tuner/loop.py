@@ -20,6 +20,7 @@ from autoshard.tuner.compiling import Compiling
 from autoshard.tuner.journal import Journal
 from autoshard.tuner.measuring import Measuring, opened_bench
 from autoshard.tuner.promoting import (
+    always,
     false_rejections,
     hopeful_baselines,
     learn,
@@ -166,8 +167,12 @@ def _climb(
 
     def begin_baselines() -> None:
         # Rung 1 needs one core: the workers have the others until it is done. Half of the
-        # compilations are for what it finds.
-        first.extend(hopeful_baselines(ledger)[: (compiling.most - spared + 1) // 2])
+        # compilations are for what it finds, or what is left beside those that always are.
+        hopeful = hopeful_baselines(ledger)
+        certain = always(ledger, hopeful)[: compiling.most]
+        others = [i for i in hopeful if i not in certain]
+        room = max(0, (compiling.most - spared + 1) // 2 - len(certain))
+        first.extend(i for i in hopeful if i in certain or i in others[:room])
         with ledger.timed("compile"):
             compiling.begin(first, share)
 
@@ -203,7 +208,8 @@ def _climb(
         with ledger.timed("profile"):
             left = budget.profiles - len(ledger.measured())
             # After those that the first wave points to, what it had no place for.
-            more = [*worth_measuring(ledger, second), *worth_measuring(ledger, first)]
+            rest = worth_measuring(ledger, first)
+            more = [*always(ledger, rest), *worth_measuring(ledger, second), *rest]
             fresh = [i for i in more if ledger.rows[i].profiled is None][: max(0, left)]
             finalists = [*measuring.ranking[:_DEFENDERS], *fresh]
             measuring.measure(bench, finalists, "final", budget.rounds, FIRST_WAVE_ROUNDS, 1.0)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from autoshard.records.layout import Wording
 from autoshard.records.module import Module
 from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage
+from autoshard.space.baselines import DATA_PARALLEL, FSDP
 from autoshard.tuner import promotion as promote
 from autoshard.tuner.state import Ledger, Row
 
@@ -41,21 +42,40 @@ _NEARLY = 1.2
 
 
 def hopeful_baselines(ledger: Ledger) -> list[int]:
-    """Of `baseline_rows` those that rung 1 does not take for hopelessly slow.
+    """The baselines of `baseline_rows` that rung 1 does not take for hopelessly slow.
 
-    The two fastest stay, and before all the step as its author wrote it.
+    The rows of `always` and the two fastest are among them, whatever rung 1 says. The step as its
+    author wrote it comes first.
     """
     rows = baseline_rows(ledger)
-    written = [i for i in rows if ledger.rows[i].candidate.layout.as_written]
     times_s = {i: _propagated(ledger, i).time_s for i in rows}
     # What does not fit by rung 1 leaves nobody without hope.
     fastest_s = min((t for i, t in times_s.items() if _fits(ledger, i)), default=0.0)
     hopeful = set(promote.worth_trying({i: max(fastest_s, t) for i, t in times_s.items()}))
-    return list(dict.fromkeys([*written, *rows[:_BY_HAND], *(i for i in rows if i in hopeful)]))
+    kept = hopeful.union(always(ledger, rows), rows[:_BY_HAND])
+    written = [i for i in rows if ledger.rows[i].candidate.layout.as_written]
+    return list(dict.fromkeys([*written, *(i for i in rows if i in kept)]))
+
+
+def always(ledger: Ledger, indices: Sequence[int]) -> list[int]:
+    """The rows among these that are compiled and measured whatever the rungs say.
+
+    In a budget of four measurements or more they are the first data parallel row and the first FSDP
+    row. Most people would use one of these two, and on programs of other people the plan lost up to
+    20 % to data parallel that was not measured. Last comes the step as its author wrote it.
+    """
+    rows, found = ledger.rows, []
+    if ledger.budget.profiles >= _ALLOW_USUAL:
+        for names in (DATA_PARALLEL, FSDP):
+            found += [i for i in indices if rows[i].baseline in names][:1]
+    return found + [i for i in indices if rows[i].candidate.layout.as_written]
 
 
 _BY_HAND = 2
-"""So many baselines are compiled and measured however slow they are."""
+"""This many baselines are compiled and measured however slow they are."""
+
+_ALLOW_USUAL = 4
+"""Measurements that a budget must allow for data parallel and FSDP to be among them always."""
 
 
 def promoted(ledger: Ledger, count: int, taken: Sequence[int]) -> list[int]:
@@ -91,9 +111,9 @@ def worth_measuring(ledger: Ledger, indices: Sequence[int]) -> list[int]:
 
     Of rows that came to one program those that stand for it (`Ledger.standing`).
 
-    First the fastest by rung 2, and what people write by hand, which stands measured beside the
-    plan however slow it is: the two fastest baselines, and the step as its author wrote it. What
-    failed on the devices is no longer among them, and leaves nobody without hope.
+    The fastest by rung 2 comes first. Then come the rows of `always` and the two fastest baselines,
+    however slow they are. What failed on the devices is no longer among them, and leaves nobody
+    without hope.
     """
     asked = set(indices)
     times_s = {
@@ -102,9 +122,8 @@ def worth_measuring(ledger: Ledger, indices: Sequence[int]) -> list[int]:
         if not isinstance(ledger.rows[i].profiled, Failure)
     }
     by_hand = [i for i in sorted(times_s, key=ledger.estimated_s) if ledger.rows[i].baseline]
-    written = [i for i in by_hand if ledger.rows[i].candidate.layout.as_written]
     hopeful = promote.worth_trying(times_s)
-    order = dict.fromkeys([*hopeful[:1], *by_hand[:_BY_HAND], *written, *hopeful])
+    order = dict.fromkeys([*hopeful[:1], *always(ledger, by_hand), *by_hand[:_BY_HAND], *hopeful])
     return [i for i in order if i in asked]
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autoshard.lowering.problem import make_subject
 from autoshard.program.program import trace
@@ -193,3 +194,31 @@ def test_fsdp_divides_what_can_be_divided() -> None:
             "state['key']": (),
         }
         assert 2 not in {axis.size for axis in space.shardable()}
+
+
+def test_blocks_that_no_router_chooses_are_no_experts() -> None:
+    def step(params, x):
+        def loss(p):
+            heads = jnp.einsum("bd,dhk->bhk", x, p["split"])
+            mixed = jnp.einsum("bhk,hkm->bhm", heads, p["blocks"])
+            return (jnp.einsum("bhm,hmd->bd", jnp.tanh(mixed), p["join"]) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params)), {}
+
+    shapes = {"split": (64, 8, 16), "blocks": (8, 16, 32), "join": (8, 32, 64)}
+    of = analyse(
+        Workload(
+            step=step,
+            init=lambda: {name: jnp.ones(shape) for name, shape in shapes.items()},
+            batch=jax.ShapeDtypeStruct((16, 64), "float32"),
+        )
+    )
+    names = {b.name for b in baselines(of.space)}
+    assert "FSDP x block TP" in names and not any("EP" in name for name in names)
+    assert not any(a.is_selected for a in of.space.axes.axes)
+
+
+@pytest.mark.parametrize("name", ["grouped_experts", "mixture_of_experts"])
+def test_a_router_chooses_experts(name: str) -> None:
+    names = {b.name for b in baselines(subject(name).space)}
+    assert "FSDP x EP" in names and not any("block" in each for each in names)

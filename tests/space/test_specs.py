@@ -559,3 +559,16 @@ def test_what_the_step_and_a_loop_both_call_is_gathered_before_both() -> None:
     once = baseline(of.space, "FSDP, gathered once")
     sent = [(c.bytes, c.count) for c in judge(of, once).collectives if c.kind == "all_gather"]
     assert sent == [(4 * 64 * 128 * 4, 1)] * 2  # not as cast: the cast is made in every turn
+
+
+def test_only_what_no_dimension_takes_is_lost() -> None:
+    """A mesh axis that another dimension takes, or the batch as a whole, is not lost."""
+    axes = {a.size: a.name for a in subject("odd_sizes").analysis.axes.axes}
+    both = Layout(mesh=(("x", 8),), storage=rules({axes[6]: "x", axes[32]: "x"}))
+    specs = apply("odd_sizes", both)
+    assert spec_of("odd_sizes", specs, "state['q']") == (("x",), (), ())
+    assert not any("state['q']" in d for d in specs.dropped)
+    alone = apply("odd_sizes", Layout(mesh=(("x", 8),), storage=rules({axes[6]: "x"})))
+    assert any(f"state['q'][1]: {axes[6]} of 6 is not" in d for d in alone.dropped)
+    batch = Layout(mesh=(("x", 8),), compute=rules({"batch": "x"}))
+    assert not apply("gradient_accumulation", batch).dropped

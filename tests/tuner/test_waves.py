@@ -58,10 +58,14 @@ class Clock:
 def climbed(ledger, monkeypatch):
     """Searches rows of these times; the first `baselines` of them are that."""
 
-    def climb(times_s, baselines, slower=None, broken=(), **budget):
+    def climb(times_s, baselines, slower=None, broken=(), names=None, **budget):
         ledger.budget = Budget(**budget)
         ledger.rows = [
-            row(i, f"baseline {i}" if i < baselines else "", propagated=estimate(t))
+            row(
+                i,
+                (names or {}).get(i, f"baseline {i}") if i < baselines else "",
+                propagated=estimate(t),
+            )
             for i, t in enumerate(times_s)
         ]
         monkeypatch.setattr(search, "propagate_all", lambda ledger, a, b, begin: begin())
@@ -93,6 +97,16 @@ def test_hopeless_baselines_leave_their_place_to_the_best(climbed, ledger):
     assert waves["first"] == [10, 0, 1, 11, 12, 13, 14]
     assert waves["final"] == [10, 11, 12, 15, 16, 17, 18, 19]
     assert ledger.rows[2].compiled and not ledger.rows[2].profiled
+
+
+@pytest.mark.parametrize("compiles", [3, 4, 20])
+def test_four_measurements_are_enough_for_data_parallel_and_fsdp(climbed, ledger, compiles):
+    times = [1.0, 1.01, 1.02, 5.0, 6.0, *(0.9 + i / 1000 for i in range(30))]
+    names = {3: "data parallel", 4: "FSDP, gathered once"}
+    waves = climbed(times, 5, names=names, compiles=compiles, profiles=4)
+    assert {3, 4} <= set(waves["first"])
+    waves = climbed(times, 5, names=names, compiles=compiles, profiles=3)
+    assert not {3, 4} & set(waves["first"])
 
 
 def test_what_the_compiler_finds_hopeless_is_not_measured_in_either_wave(climbed):
