@@ -26,15 +26,6 @@ from autoshard.records.trial import Collective
 from autoshard.records.work import Work
 from autoshard.target.network import Network, collective_s
 
-MODEL_REVISION = 57
-"""Part of every journal key.
-
-Raise it when estimates change by a change here, to `network`, `arithmetic`, `precision`, `siting`,
-`rewrite`, `specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `convolutions`, `halos`,
-`shifts`, `hlo` or `rungs` (propagate, sending, halos, shifting, own_sends), to what `compat` reads
-of a module or tells the partitioner, or to which constraints `constraints.told` keeps.
-"""
-
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
 """Types of 8 and 4 bits: f8E4M3FN (MLIR), f8e4m3fn (HLO), i8, ui8, s8, u4."""
 

@@ -261,21 +261,24 @@ class Compiling:
         self._waiting.clear()
 
     def key(self, row: Row) -> str:
+        """The journal's key of what the compiler makes of a row."""
+        return self._ledger.key(
+            "compile", self._ledger.subject_of(row), row.candidate, **self.compiled_by()
+        )
+
+    def compiled_by(self) -> dict[str, object]:
+        """Which compiler it is, with which options."""
         target = self._ledger.target
         platform = target.lowering_platform
         options = compiler_options(platform, deviceless=not target.is_here)
         apart = target.platform == "tpu"  # libtpu is a package of its own
-        return self._ledger.key(
-            "compile",
-            self._ledger.subject_of(row),
-            row.candidate,
-            platform=target.platform,
-            device=target.device_kind,
+        return {
+            "platform": target.platform,
+            "device": target.device_kind,
             # Of CPUs and GPUs that are here jaxlib's version says it, which is in every key.
-            compiler="" if target.is_here and not apart else compiler_version(platform),
-            # Without options as it was before they counted: those journals are still found.
-            **({"options": options} if options else {}),
-        )
+            "compiler": "" if target.is_here and not apart else compiler_version(platform),
+            "options": options,
+        }
 
     def known(self, row: Row) -> bool:
         """Whether the journal says what the compiler makes of a row."""

@@ -119,7 +119,7 @@ def run_search(
             elapsed_s={"trace": time.perf_counter() - start_s},
         )
         compiling = Compiling(ledger, executor)
-        measuring = Measuring(ledger, compiling.key)
+        measuring = Measuring(ledger, compiling.compiled_by())
         with compiling.opened():
             with _keeping_what_there_is(ledger):
                 _climb(ledger, compiling, measuring, strategy)

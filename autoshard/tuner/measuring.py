@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.compat.xla.threads import threads_asked
 from autoshard.compat.xla.versions import versions
@@ -22,8 +22,9 @@ from autoshard.tuner.race_records import RaceRecords, trace_key, with_trace
 from autoshard.tuner.state import Ledger, Row
 
 _BATCHES = 2
-_AHEAD = 2
-"""How steps that run ahead are timed: part of a journal's keys. 2 since docs/decisions/0046."""
+
+PROTOCOL = 1
+"""The race's protocol: rounds, order, warm-up, how a sample is timed. Another one measures anew."""
 
 _APART = 1 << 20
 """Between the rounds of groups that are raced apart: their samples must not pair up."""
@@ -54,11 +55,11 @@ class Measuring:
         then the others by their own times.
     """
 
-    def __init__(self, ledger: Ledger, compile_key: Callable[[Row], str]):
+    def __init__(self, ledger: Ledger, compiled_by: Mapping[str, object]):
         self.ranking: tuple[int, ...] = ()
         self._asked: set[int] = set()
         self._ledger = ledger
-        self._compile_key = compile_key
+        self._compiled_by = compiled_by
         self._inputs: dict[int, Inputs] = {}
 
     @property
@@ -288,21 +289,22 @@ class Measuring:
         ledger = self._ledger
         threads = threads_asked() if ledger.target.platform == "cpu" else 0
         workload = ledger.subject_of(row).analysis.program.workload
-        return ledger.key(
-            "profile",
-            ledger.subject_of(row),
-            row.candidate,
+        assert row.digest, "what is measured was lowered, here or by an earlier search"
+        return key_of(
+            rung="profile",
+            protocol=PROTOCOL,
+            program=row.digest,
+            compiled_by=self._compiled_by,
+            versions=versions(),
             wave=wave,
-            compiled=self._compile_key(row),
             host=os.uname().nodename,
             cores=cores(),
             devices=[str(d) for d in ledger.target.devices],
             seed=ledger.seed,
             init=self._inputs_of(row).start_digest,
             synthetic=workload.sample is None,
-            ahead=_AHEAD if runs_ahead(ledger.target.platform) else False,
-            # Without any as it was before they counted: those journals are still found.
-            **({"threads": threads} if threads else {}),
+            ahead=runs_ahead(ledger.target.platform),
+            threads=threads,
         )
 
     def _about(self, keys: Sequence[str], inputs: Inputs) -> dict[str, object]:

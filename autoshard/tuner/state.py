@@ -17,9 +17,10 @@ from autoshard.rungs.propagate.constraints import told
 from autoshard.rungs.worker.failures import failure_of
 from autoshard.rungs.worker.process import WorkerSettings
 from autoshard.space.specs import Specs
-from autoshard.target.cost import MODEL_REVISION, Constants, Correction, CostModel
+from autoshard.target.cost import Constants, Correction, CostModel
 from autoshard.target.target import Target
 from autoshard.tuner.budget import Budget, Callback, Event
+from autoshard.tuner.code_digest import code_digest
 from autoshard.tuner.journal import Journal, key_of
 
 
@@ -240,10 +241,15 @@ class Ledger:
         return None if self.folder is None else str(self.folder / name)
 
     def key(self, rung: str, subject: Subject, candidate: Candidate, **more: object) -> str:
-        """The journal's key: everything an answer of a rung depends on."""
+        """The journal's key of rung 1 or 2: everything its estimate depends on.
+
+        Args:
+          rung: "propagate" or "compile".
+          **more: what else it depends on, as JSON.
+        """
         return key_of(
             rung=rung,
-            revision=MODEL_REVISION,
+            code=code_digest(rung),
             program=subject.analysis_for(candidate.layout).digest,
             candidate=candidate.to_json(),
             constants=self.constants.digest,
