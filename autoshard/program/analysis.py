@@ -24,7 +24,7 @@ class Analysis:
       site_of_tag: which site a tagged constraint operation is.
       digest: of the module without locations and sites: two programs with one digest are the
         same, wherever this version of autoshard puts sites.
-      as_written: of the step with its author's own constraints, which then is what is lowered.
+      as_annotated: of the step with its author's own constraints, which then is what is lowered.
     """
 
     program: Program
@@ -34,7 +34,7 @@ class Analysis:
     platform: str
     site_of_tag: dict[int, int]
     digest: str
-    as_written: bool = False
+    as_annotated: bool = False
 
 
 @without_mesh()

@@ -1,11 +1,11 @@
 """Numbers and layouts in words."""
 
-from autoshard.records.layout import Layout, Whole, Wording
+from autoshard.records.layout import Constraints, Gather, Layout
 
 _WHOLE = {
-    Whole.SMALL: "small arrays as computed",
-    Whole.ONCE: "parameters gathered once",
-    Whole.USED: "parameters as computed",
+    Gather.SMALL_REPLICATED: "small arrays as computed",
+    Gather.PER_STEP: "parameters gathered once",
+    Gather.PARAMS_REPLICATED: "parameters as computed",
 }
 
 
@@ -39,25 +39,27 @@ def mesh_in_words(layout: Layout) -> str:
 
 def rules_in_words(layout: Layout) -> str:
     """`batch over x; store embed over x`: compute rules, then what storage adds or takes away."""
-    if layout.as_written:
+    if layout.as_annotated:
         return "the step's own constraints"
-    compute, storage = dict(layout.compute), dict(layout.storage)
-    parts = [f"{axis} over {'+'.join(to)}" for axis, to in layout.compute]
-    more = [f"{axis} over {'+'.join(to)}" for axis, to in layout.storage if compute.get(axis) != to]
+    compute, storage = dict(layout.activation_rules), dict(layout.state_rules)
+    parts = [f"{axis} over {'+'.join(to)}" for axis, to in layout.activation_rules]
+    more = [
+        f"{axis} over {'+'.join(to)}" for axis, to in layout.state_rules if compute.get(axis) != to
+    ]
     if more:
         parts.append("store " + ", ".join(more))
     whole = [a for a in compute if a not in storage and not a.startswith("batch")]
     if whole:
         parts.append("store " + ", ".join(whole) + " whole")
-    if layout.whole is not Whole.NOTHING:
-        parts.append(_WHOLE[layout.whole])
+    if layout.gather is not Gather.PER_USE:
+        parts.append(_WHOLE[layout.gather])
     if layout.small_replicated:
         parts.append("small arrays replicated")
-    if layout.whole_into_loops:
+    if layout.gather_loop_inputs:
         parts.append("activations whole into loops")
-    if layout.wording is not Wording.LEAN:
-        parts.append(f"wording: {layout.wording}")
-    parts += [f"{axis} gives way" for axis in layout.giving_way]
+    if layout.constraints is not Constraints.USUAL:
+        parts.append(f"constraints: {layout.constraints}")
+    parts += [f"{axis} gives way" for axis in layout.conflict_losers]
     return "; ".join(parts) or "everything replicated"
 
 

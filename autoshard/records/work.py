@@ -11,7 +11,7 @@ class Work:
       opcode: of the instruction, such as `fusion`, `custom-call` or `dot`.
       name: what a person recognises: the target of a custom call, else JAX's path to the operation,
         else the instruction's name.
-      matmul_flops: (dtype of the left operand, as `precision.multiplied_as` has it, operations) of
+      matmul_flops: (dtype of the left operand, as `precision.effective_matmul_dtype` has it, operations) of
         matrix products and convolutions, sorted; declared operations of a custom call count here,
         under the type of its first float operand, or of its integers where it has none.
       element_flops: all other operations, transcendentals included.

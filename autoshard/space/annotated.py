@@ -20,8 +20,8 @@ from autoshard.space.specs import Specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Written:
-    """The baseline "as written", ready to be judged and lowered.
+class AnnotatedStep:
+    """The baseline "as annotated", ready to be judged and lowered.
 
     Attributes:
       analysis: of the step with its own constraints, which its digest covers; it has no sites.
@@ -33,12 +33,14 @@ class Written:
 
 
 @without_mesh()
-def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform: str) -> Written:
+def analyse_annotated(
+    program: Program, base: Analysis, mesh: MeshShape, platform: str
+) -> AnnotatedStep:
     """Analyses the step with its own constraints on a mesh of the author's shape."""
-    assert program.written is not None
+    assert program.annotated is not None
     abstract = jaxprs.abstract_mesh(mesh)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.inputs]
-    closed = jaxprs.on_mesh(program.written, abstract)
+    closed = jaxprs.on_mesh(program.annotated, abstract)
     module = flattening.flatten(stablehlo.lower_abstract(closed, shapes, platform))
     stablehlo.tag(module)
     text = stablehlo.text_without(module, {})
@@ -63,7 +65,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
         site_of_tag={},
         # Its constraints are part of the program here, and so is what they imply for its inputs.
         digest="step:" + digest(f"{text}\n{inputs}")[:24],
-        as_written=True,
+        as_annotated=True,
     )
     specs = Specs(
         mesh=mesh,
@@ -73,7 +75,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
         dropped=(),
         idle=(),
     )
-    return Written(analysis=analysis, specs=specs)
+    return AnnotatedStep(analysis=analysis, specs=specs)
 
 
 def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[Spec] | None:

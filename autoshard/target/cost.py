@@ -181,7 +181,7 @@ class CostModel:
         """Operations a second of products of this dtype, in MLIR's words or HLO's; "" for all else.
 
         A rate of `f8` or `f4` is that of every format of the width, `s8` that of `i8` and `u8` too.
-        Of f32 it depends on how precisely it is multiplied (`precision.multiplied_as`) where the
+        Of f32 it depends on how precisely it is multiplied (`precision.effective_matmul_dtype`) where the
         constants say so, else it is that of all f32.
         """
         if not dtype:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 import autoshard
 from autoshard import api
 from autoshard.errors import PlanError
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.plan import load as validity
 from autoshard.plan.file import describe_target, read_plan, write_plan
 from autoshard.plan.plan import Evidence, Plan
@@ -561,12 +561,12 @@ def test_a_fixed_axis_that_divides_nothing_at_rest_comes_back(tmp_path):
 
     target = find_target(DEVICES)
     program = trace(model_fn())
-    axes = make_subject(program, target, "free", None).space.axes.axes
+    axes = make_problem(program, target, "free", None).space.axes.axes
     name = next(a.name for a in axes if "state['small'][0]" in a.where)
-    subject = make_subject(program, target, "free", {name: "x"})
+    subject = make_problem(program, target, "free", {name: "x"})
     found = {b.name: b.candidate.layout for b in baselines(subject.space)}
     layout = found["FSDP, small whole"]
-    assert dict(layout.storage)[name] == ("x",)
+    assert dict(layout.state_rules)[name] == ("x",)
     plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
     path = tmp_path / "plan.json"
     plan.save(path)

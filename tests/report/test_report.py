@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from autoshard.records.layout import Candidate, Layout, Whole, Wording, rules
+from autoshard.records.layout import Candidate, Constraints, Gather, Layout, rules
 from autoshard.records.trial import (
     Collective,
     DeviceProfile,
@@ -54,7 +54,7 @@ MESH = (("x", 4), ("y", 2))
     ],
 )
 def test_rules(compute, storage, text):
-    layout = Layout(mesh=MESH, compute=rules(compute), storage=rules(storage))
+    layout = Layout(mesh=MESH, activation_rules=rules(compute), state_rules=rules(storage))
     assert rules_in_words(layout) == text
     assert mesh_in_words(layout) == "x=4 y=2"
 
@@ -62,27 +62,29 @@ def test_rules(compute, storage, text):
 @pytest.mark.parametrize(
     ("whole", "text"),
     [
-        (Whole.NOTHING, "batch over x; store embed over x"),
-        (Whole.SMALL, "batch over x; store embed over x; small arrays as computed"),
-        (Whole.ONCE, "batch over x; store embed over x; parameters gathered once"),
-        (Whole.USED, "batch over x; store embed over x; parameters as computed"),
+        (Gather.PER_USE, "batch over x; store embed over x"),
+        (Gather.SMALL_REPLICATED, "batch over x; store embed over x; small arrays as computed"),
+        (Gather.PER_STEP, "batch over x; store embed over x; parameters gathered once"),
+        (Gather.PARAMS_REPLICATED, "batch over x; store embed over x; parameters as computed"),
     ],
 )
 def test_what_stays_whole_is_told(whole, text):
     compute, storage = rules({"batch": "x"}), rules({"embed": "x"})
-    layout = Layout(mesh=MESH, compute=compute, storage=storage, whole=whole)
+    layout = Layout(mesh=MESH, activation_rules=compute, storage=storage, gather=whole)
     assert rules_in_words(layout) == text
 
 
 def test_other_words():
     assert mesh_in_words(Layout(mesh=())) == "1 device"
-    assert rules_in_words(Layout(mesh=MESH, as_written=True)) == "the step's own constraints"
-    assert rules_in_words(Layout(mesh=MESH, wording=Wording.LEAST)).endswith("wording: least")
-    small = Layout(mesh=MESH, compute=rules({"mlp": "x"}), small_replicated=True)
+    assert rules_in_words(Layout(mesh=MESH, as_annotated=True)) == "the step's own constraints"
+    assert rules_in_words(Layout(mesh=MESH, constraints=Constraints.MINIMAL)).endswith(
+        "constraints: least"
+    )
+    small = Layout(mesh=MESH, activation_rules=rules({"mlp": "x"}), small_replicated=True)
     assert rules_in_words(small).endswith("; small arrays replicated")
-    into_loops = Layout(mesh=MESH, compute=rules({"mlp": "x"}), whole_into_loops=True)
+    into_loops = Layout(mesh=MESH, activation_rules=rules({"mlp": "x"}), gather_loop_inputs=True)
     assert rules_in_words(into_loops).endswith("; activations whole into loops")
-    assert rules_in_words(Layout(mesh=MESH, giving_way=("scores",))) == "scores gives way"
+    assert rules_in_words(Layout(mesh=MESH, conflict_losers=("scores",))) == "scores gives way"
     assert traffic_in_words({}) == traffic_in_words({"all_gather": 0}) == "nothing"
     assert traffic_in_words({"all_reduce": 2048, "all_gather": 3 << 20}) == (
         "all-gather 3.0 MiB, all-reduce 2 KiB"
@@ -113,7 +115,7 @@ def measurement(seconds_, **changes):
 
 
 def trial(name, mesh=MESH, compute=None, **changes):
-    layout = Layout(mesh=mesh, compute=rules(compute or {name or "found": "x"}))
+    layout = Layout(mesh=mesh, activation_rules=rules(compute or {name or "found": "x"}))
     fields = {
         "candidate": Candidate(layout=layout),
         "propagated": estimate(Rung.PROPAGATE),
@@ -168,11 +170,11 @@ def test_failures_are_shown_also_of_a_baseline_that_has_siblings(searched):
     oom = Failure(stage=Stage.PROPAGATE, kind=Kind.OOM, message="needs 2 MiB")
     trials = [
         trial("FSDP", compiled=estimate()),
-        trial("tensor parallel", compute={"a": "x"}),
-        trial("tensor parallel", compute={"b": "x"}, compiled=crash),
-        trial("tensor parallel", compute={"c": "x"}, compiled=oom),
-        trial("", compute={"d": "x"}, compiled=crash),
-        trial("replicated", compute={}, propagated=oom),
+        trial("tensor parallel", activation_rules={"a": "x"}),
+        trial("tensor parallel", activation_rules={"b": "x"}, compiled=crash),
+        trial("tensor parallel", activation_rules={"c": "x"}, compiled=oom),
+        trial("", activation_rules={"d": "x"}, compiled=crash),
+        trial("replicated", activation_rules={}, propagated=oom),
     ]
     text = describe(planned(searched, trials))
     assert text.count("failed in compile: crash, segfault") == 2
@@ -196,7 +198,10 @@ def test_what_the_winner_s_prediction_leaves_out_or_assumes_is_told(searched):
         assumptions=tuple(f"while %{i}: taken as 1" for i in range(15)),
     )
     other = estimate(assumptions=("only another one's",), time_s=0.02)
-    trials = [trial("FSDP", compiled=best), trial("replicated", compute={}, compiled=other)]
+    trials = [
+        trial("FSDP", compiled=best),
+        trial("replicated", activation_rules={}, compiled=other),
+    ]
     lines = describe(planned(searched, trials, ranking=(0, 1))).splitlines()
     first = lines.index(names[0])
     assert lines[first + 1 : first + 3] == [
@@ -215,7 +220,7 @@ def test_warnings_of_the_partitioner_are_told_beside_their_layout(searched):
     warned = estimate(warnings=("full rematerialization of dot", "and another"))
     trials = [
         trial("FSDP", compiled=estimate()),
-        trial("replicated", compute={}, compiled=warned),
+        trial("replicated", activation_rules={}, compiled=warned),
     ]
     lines = describe(planned(searched, trials, ranking=(0, 1))).splitlines()
     first = lines.index("Bad reshards that the partitioner warned of:")
@@ -263,8 +268,8 @@ def test_what_does_not_fit_is_no_rival(searched):
     limit = searched.plan.evidence.memory_limit_bytes
     large = estimate(time_s=0.01, peak_memory_bytes=limit + 1)
     rivals = [
-        trial("replicated", compute={"r": "x"}, compiled=large),
-        trial("data parallel", compute={"c": "x"}, compiled=estimate(time_s=0.03)),
+        trial("replicated", activation_rules={"r": "x"}, compiled=large),
+        trial("data parallel", activation_rules={"c": "x"}, compiled=estimate(time_s=0.03)),
     ]
     assert "a step, data parallel 30.0 ms" in explain(planned(searched, [best, *rivals]))
     assert "compared with no baseline" in explain(planned(searched, [best, rivals[0]]))
@@ -272,7 +277,7 @@ def test_what_does_not_fit_is_no_rival(searched):
 
 def test_without_measurements_the_prediction_speaks(searched):
     best = trial("FSDP", compiled=estimate(time_s=0.01))
-    rival = trial("replicated", compute={"r": "x"}, compiled=estimate(time_s=0.03))
+    rival = trial("replicated", activation_rules={"r": "x"}, compiled=estimate(time_s=0.03))
     text = explain(planned(searched, [best, rival]))
     assert text.startswith(
         "The winner (it is the baseline 'FSDP') is predicted to take 10.0 ms a step, replicated"
@@ -280,8 +285,8 @@ def test_without_measurements_the_prediction_speaks(searched):
     )
     assert text.endswith("alike.")
     lean = trial("FSDP", compiled=estimate(time_s=0.02))
-    worded = lean.candidate.worded(Wording.ALL)
-    reworded = dataclasses.replace(best, candidate=worded)
+    with_constraints = lean.candidate.with_constraints(Constraints.ALL)
+    reworded = dataclasses.replace(best, candidate=with_constraints)
     told = explain(planned(searched, [reworded, lean, rival]))
     assert "replicated 30.0 ms" in told, "the same layout in other words is no rival"
     assert "was compared with no baseline" in explain(planned(searched, [best]))
@@ -290,7 +295,7 @@ def test_without_measurements_the_prediction_speaks(searched):
     assert "was not measured, and is the first by prediction: 1 others were run and failed" in (
         explain(planned(searched, lines))
     )
-    single = trial("replicated", mesh=(), compute={"r": ()}, compiled=estimate())
+    single = trial("replicated", mesh=(), activation_rules={"r": ()}, compiled=estimate())
     assert explain(planned(searched, [single])) == "There is one device: nothing is sharded."
 
 
