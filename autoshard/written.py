@@ -14,10 +14,9 @@ from jax.sharding import NamedSharding
 from autoshard.analysis import Analysis
 from autoshard.compat import flattening, jaxprs, partitioner, shardings, stablehlo
 from autoshard.compat.contexts import without_mesh
-from autoshard.compat.invariants import read_invariants
 from autoshard.kernels import read_kernels
 from autoshard.layout import MeshShape, Spec
-from autoshard.program import Leaf, Program, digest
+from autoshard.program import Leaf, Program
 from autoshard.specs import Specs
 
 
@@ -43,7 +42,6 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
     closed = jaxprs.on_mesh(program.written, abstract)
     module = flattening.flatten(stablehlo.lower_abstract(closed, shapes, platform))
     stablehlo.tag(module)
-    text = stablehlo.text_without(module, {})
     attributes = shardings.Attributes(module.context)
     every_open, out_open = (
         [_open(leaf) for leaf in leaves] for leaves in (program.inputs, program.outputs)
@@ -57,16 +55,10 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
     declared = _declared_by_init(program, mesh, platform)
     if declared is not None:
         inputs[:count] = declared
+    # Its constraints are part of the program here, and so is what they imply for its inputs.
     analysis = dataclasses.replace(
-        base,
-        module=module,
-        axes=dataclasses.replace(base.axes, sites={}),
+        base.written(module, f"\n{inputs}"),
         kernels=read_kernels(module, count, {}, platform, math.prod(size for _, size in mesh)),
-        invariants=read_invariants(module),
-        site_of_tag={},
-        # Its constraints are part of the program here, and so is what they imply for its inputs.
-        digest="step:" + digest(f"{text}\n{inputs}")[:24],
-        as_written=True,
     )
     specs = Specs(
         mesh=mesh,
