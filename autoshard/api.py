@@ -13,26 +13,27 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from autoshard.budget import Budget, Callback, Event
-from autoshard.compat.noise import start_jax
-from autoshard.driver import Found, Subject, run_search
+from autoshard.compat.xla.stderr_capture import start_jax
 from autoshard.errors import NoPlanError, TargetError
-from autoshard.journal import Journal, opened
-from autoshard.no_plan import why_no_plan
-from autoshard.plan import Evidence, Plan
-from autoshard.pricing import cost_model
-from autoshard.strategy import Strategy
-from autoshard.subjects import (
+from autoshard.lowering.problem import (
     KnobValue,
     ModelFn,
+    Subject,
     all_subjects,
     check_samples,
     make_subject,
     trace_all,
 )
-from autoshard.target import Target, find_target
-from autoshard.trial import Measurement, Stage
-from autoshard.validity import checked_plan
+from autoshard.plan.load import checked_plan
+from autoshard.plan.plan import Evidence, Plan
+from autoshard.records.trial import Measurement, Stage
+from autoshard.rungs.profile.calibration_files import cost_model
+from autoshard.target.target import Target, find_target, require_own_devices
+from autoshard.tuner import Found, run_search
+from autoshard.tuner.budget import Budget, Callback, Event, harmless
+from autoshard.tuner.diagnosis import why_no_plan
+from autoshard.tuner.journal import Journal, opened
+from autoshard.tuner.strategy import Strategy
 
 
 def search(
@@ -70,14 +71,16 @@ def search(
       memory_headroom: part of that which no plan may use.
       budget: how much the search may spend.
       journal: a file that records every trial; an interrupted search goes on from it.
-      executor: where programs are compiled; default worker processes here, two at most. Not for
-        accelerators that are here: only the process that holds them can compile for them.
+      executor: where programs are compiled; default worker processes here, as many as cores and
+        free memory allow, 16 at most. Not for accelerators that are here: only the process that
+        holds them can compile for them.
       strategy: who chooses candidates; default exhaustive in small spaces, else beam search.
       calibration: folder that keeps calibrations of live targets; default in the user's cache.
       hardware: a catalogue file with chips or links of your own, or with corrected figures; for
         named hardware alone.
       seed: of every random choice.
-      callbacks: called with an `Event` now and then.
+      callbacks: called with an `Event` now and then. One that raises is logged and not called
+        again, unless it raises KeyboardInterrupt, which is Ctrl-C.
 
     Returns:
       The plan. Ctrl-C, or the end of the budget, returns the best so far and says so.
@@ -85,9 +88,10 @@ def search(
     Raises:
       WorkloadError: a model_fn, step, init or batch that cannot be searched, or knobs or a
         mesh_shape that there are not.
-      TargetError: `mesh` names no usable devices, or hardware whose compiler is not installed, or
-        accelerators that are here, with an executor; `memory_bytes` is not positive, or more than
-        named hardware has; `hardware` cannot be read (`CatalogueError`), or devices are here.
+      TargetError: `mesh` names no usable devices, devices of several processes, hardware whose
+        compiler is not installed, or accelerators that are here, with an executor; `memory_bytes`
+        is not positive, or more than named hardware has; `hardware` cannot be read
+        (`CatalogueError`), or devices are here.
       LayoutError: `fix` names nothing, or mesh axes that there are not.
       JournalError: not a journal, damaged, of another schema, or in use by another search.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
@@ -103,6 +107,7 @@ def search(
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}: batches are drawn from it")
     target = find_target(mesh, memory_bytes, hardware)
+    require_own_devices(target)
     if executor is not None and target.is_here and target.platform != "cpu":
         raise TargetError(
             f"got an executor for {target.describe()} that are here, expected none: its processes"
@@ -112,6 +117,7 @@ def search(
     if not target.is_here:
         start_jax()
         budget = dataclasses.replace(budget, profiles=0)
+    callbacks = [harmless(callback) for callback in callbacks]
     limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
     def tell(done: int, text: str) -> None:
@@ -177,6 +183,7 @@ def _plan(
         notes=notes,
         axes=tuple((a.name, a.size, a.where) for a in subject.analysis.axes.axes),
         constants_digest=constants_digest,
+        compiles=found.compiles,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     layout = found.trials[winner].candidate.layout

@@ -21,6 +21,10 @@ class JournalError(AutoshardError):
     """A journal that is foreign, newer than this version, in use, or damaged before its end."""
 
 
+class CalibrationError(AutoshardError):
+    """Constants of a target that another version of autoshard wrote."""
+
+
 class PlanError(AutoshardError):
     """A plan file that cannot be read, or that does not belong to this model and target.
 
@@ -35,6 +39,14 @@ class PlanError(AutoshardError):
 
 class NoPlanError(AutoshardError):
     """No candidate can be returned: none fits, or every one failed."""
+
+
+class PartitionerRefused(AutoshardError):
+    """The partitioner does not take a layout."""
+
+
+class LoweringError(AutoshardError):
+    """JAX cannot lower a program for a platform; JAX's own error is the cause."""
 
 
 class WorkerError(AutoshardError):

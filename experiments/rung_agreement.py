@@ -1,192 +1,252 @@
 """Does rung 1 rank layouts as the target's own compiler does?
 
-Question: over a fixed-seed sample of layouts that fit, and rung 1's ten best, how far do rung 1 and
-  rung 2 agree on predicted time (with and without the collective term both share) and on peak
-  memory; what does rung 1 reject that fits; does it promote what is too large?
-Command: python -m experiments.rung_agreement --model=llama3-8b --target=h100:8x8
-         (needs pip install -e '.[train,cuda]', for TPUs '.[train,tpu]')
-Cost: about 100 compiles by two workers: 15 minutes for GPUs on 2 cores; for TPUs 85 CPU-seconds
-  each (Llama; Mixtral's take up to 300 s). What rung 2 says stands in <out>/<model>-<target>.jsonl,
-  what was compiled in runs/rung_agreement: a run that was killed goes on, and after a change of the
-  cost model the compiled programs are priced anew in minutes.
-Expected: Kendall's tau at least 0.8 for time, at least 0.9 for memory; nothing wrongly rejected.
+Question: of layouts that fit by rung 2, how well do rung 1's times and peaks agree with rung 2's;
+  how much slower than the best by rung 2 is the best of rung 1's first eight (the regret); does
+  rung 1 reject what fits?
+Command: python -m experiments.rung_agreement                    every stored case, rung 1 anew
+         python -m experiments.rung_agreement --case=resnet50-h100-1x8
+         python -m experiments.rung_agreement --add=resnet50 --target=h100:1x8   (extra cuda or tpu)
+Cost: 20 to 60 s a stored case. Adding one compiles --layouts programs by two workers: for ResNet-50
+  on 8 H100 about 10 minutes on 2 cores.
+Expected: regret at most 0.5 points above the stored rung 1's, nothing that fits rejected.
 
-Up to half of the sample is drawn by Space.sample, a quarter by random walks of up to four decisions
-from the baselines, the rest by such walks from the ten best, so that not all layouts are absurd.
-Few of the first fit: after --most of a kind the next one fills up, the last to four times that.
-None is left out for what rung 1 says of it, but for the bytes of its state alone. The ten best are
-the fastest of those that fit, by rung 1's word, whether they do by rung 2's or not: what the
-compiler refuses as too large is compared by the memory that it says it needs, and has no time.
+Rung 2's times stand in results/rung_agreement.jsonl.xz: a line for each case, with the times and
+peaks of the rung 1 of that day beside them. Added layouts are the baselines, then draws from the
+space by seed 0.
 """
 
-import functools
-import itertools
+import concurrent.futures
+import dataclasses
 import json
+import lzma
 import pathlib
-import platform
-import sys
+import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from absl import app, flags
-from rich.console import Console
-from rich.table import Table
+from scipy.stats import kendalltau  # type: ignore[import-untyped]
 
-from autoshard import Budget
-from autoshard.compat.compilers import compiler_version
-from autoshard.compat.noise import start_jax
-from autoshard.driver.compiling import Compiling
-from autoshard.driver.ledger import Ledger
-from autoshard.driver.propagating import propagate_all
-from autoshard.host import machine
-from autoshard.journal import Journal, opened
-from autoshard.pricing import cost_model
-from autoshard.subjects import make_subject, trace_all
-from autoshard.target import find_target
-from experiments import pod_sizes, pod_tasks
-from experiments.agreement import MEASURES, Point, figures_of, summary, walk
-from experiments.draws import Draws, fastest, uniform
-from experiments.kept_compiles import KeptCompiles
-from experiments.progress import progress_bar, show_on
+from autoshard import Workload
+from autoshard.lowering.lower import lower_step
+from autoshard.lowering.problem import Subject, make_subject
+from autoshard.program.program import trace
+from autoshard.records.layout import Candidate
+from autoshard.records.trial import Estimate
+from autoshard.rungs.compile.estimate import estimate_of
+from autoshard.rungs.compile.job import CompileResult, compile_in_process, request_for
+from autoshard.rungs.profile.calibration_files import cost_model
+from autoshard.rungs.propagate import Propagator
+from autoshard.rungs.propagate.constraints import told
+from autoshard.space.baselines import baselines
+from autoshard.target.target import Target, find_target
+from autoshard.tuner.promotion import DEFAULT_LOWER_BOUND
+from experiments import pod_tasks
+from experiments.pod_sizes import POD_SIZES
+from experiments.zoo.cases import CASES, case
 
-_MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "The model.")
-_TARGET = flags.DEFINE_string("target", "h100:8x8", "Hardware; autoshard.targets() lists chips.")
-_BATCH = flags.DEFINE_integer("batch", 0, "Sequences in the global batch; 0 for the full size's.")
-_REMAT = flags.DEFINE_list("remat", ["full", "dots"], "Remat policies to draw from.")
-_FITTING = flags.DEFINE_integer("fitting", 40, "Fitting candidates to draw; even.")
-_MOST = flags.DEFINE_integer("most", 48, "Most candidates of the first two kinds.")
-_TOP = flags.DEFINE_integer("top", 10, "Rung 1's best, besides.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the draws and the search.")
-_OUT = flags.DEFINE_string("out", "results/rung_agreement", "Folder of the results.")
+STORED = pathlib.Path(__file__).parents[1] / "results/rung_agreement.jsonl.xz"
+FIRST = 8
 
-_AT_ONCE = 8  # compiled between two looks at how many fit
+_CASE = flags.DEFINE_list("case", [], "Stored cases, such as mixtral-h100-8x8; all if empty.")
+_ADD = flags.DEFINE_enum("add", None, [*POD_SIZES, *CASES], "A model to compile and to store.")
+_TARGET = flags.DEFINE_string("target", "h100:1x8", "Hardware of --add.")
+_LAYOUTS = flags.DEFINE_integer("layouts", 48, "Layouts of --add.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What one case shows; ratios are rung 1's over rung 2's, (least, median, most)."""
+
+    case: str
+    compared: int
+    tau: float
+    regret: float
+    rejected: int
+    times: tuple[float, float, float]
+    peaks: tuple[float, float, float]
+
+    def __str__(self) -> str:
+        times, peaks = (
+            " ".join(f"{ratio:6.2f}" for ratio in ratios) for ratios in (self.times, self.peaks)
+        )
+        return (
+            f"{self.case:26} {self.compared:5} {self.tau:7.3f} {self.regret:8.2%}"
+            f" {self.rejected:9}   {times}   {peaks}"
+        )
+
+
+def stored(names: list[str]) -> list[dict[str, Any]]:
+    """The stored cases of these names, all where there are none."""
+    with lzma.open(STORED, "rt", encoding="utf-8") as file:
+        found = [json.loads(line) for line in file]
+    known = {one["case"] for one in found}
+    if unknown := set(names) - known:
+        raise app.UsageError(f"no stored case {sorted(unknown)}: expected some of {sorted(known)}")
+    return [one for one in found if not names or one["case"] in names]
+
+
+def model_of(name: str, batch_size: int | None) -> Callable[..., Workload]:
+    """model_fn of a pod's model or of a published model of the zoo."""
+    if name in POD_SIZES:
+        return pod_tasks.task(name, **({"batch_size": batch_size} if batch_size else {}))[0]
+    return case(name, "published").workload
+
+
+class Rung1:
+    """Rung 1 of the programs of one case."""
+
+    def __init__(self, model_fn: Callable[..., Workload], target: Target):
+        self.target, self.cost = target, cost_model(target)
+        self._model_fn = model_fn
+        self._opened: dict[tuple[tuple[str, object], ...], tuple[Subject, Propagator]] = {}
+
+    def subject(self, knobs: tuple[tuple[str, Any], ...]) -> tuple[Subject, Propagator]:
+        """The program of one choice of knobs, traced once."""
+        if knobs not in self._opened:
+            program = trace(self._model_fn(**dict(knobs)), knobs, False)
+            subject = make_subject(program, self.target, "free", None)
+            self._opened[knobs] = subject, Propagator(subject.analysis)
+        return self._opened[knobs]
+
+    def judge(self, candidate: Candidate) -> Estimate:
+        """The estimate of a layout that ran through rung 2 before."""
+        subject, propagator = self.subject(candidate.knobs)
+        said = propagator.judge(subject.space, candidate.layout, self.cost)
+        if not isinstance(said, Estimate):
+            raise ValueError(f"rung 1 refuses a layout that compiled: {said.message}")
+        return said
+
+
+def agreement(one: dict[str, Any], rung1: Rung1 | None) -> Agreement:
+    """Compares rung 1 with the stored rung 2 over the layouts that fit.
+
+    Args:
+      rung1: today's; None for the one that was stored beside rung 2.
+    """
+    fitting = [p for p in one["points"] if p["fits"] and p["rung2"]]
+    said = [
+        _figures(rung1.judge(Candidate.from_json(p["candidate"]))) if rung1 else p["rung1"]
+        for p in fitting
+    ]
+    time_s = [p["rung2"]["time_s"] for p in fitting]
+    predicted_s = [e["time_s"] for e in said]
+    first = sorted(range(len(said)), key=predicted_s.__getitem__)[:FIRST]
+    peaks = [
+        e["peak_memory_bytes"] / p["rung2"]["peak_memory_bytes"]
+        for e, p in zip(said, fitting, strict=True)
+    ]
+    return Agreement(
+        case=one["case"],
+        compared=len(fitting),
+        tau=float(kendalltau(predicted_s, time_s).statistic),
+        regret=min(time_s[i] for i in first) / min(time_s) - 1,
+        rejected=sum(_rejected(e, one["limit_bytes"]) for e in said),
+        times=_spread([a / b for a, b in zip(predicted_s, time_s, strict=True)]),
+        peaks=_spread(peaks),
+    )
+
+
+def _rejected(said: dict[str, float], limit_bytes: int) -> bool:
+    """Whether rung 1 alone rejects (`autoshard.promote.surely_too_large`)."""
+    return max(said["state_bytes"], said["peak_memory_bytes"] * DEFAULT_LOWER_BOUND) > limit_bytes
+
+
+def _spread(ratios: list[float]) -> tuple[float, float, float]:
+    return min(ratios), statistics.median(ratios), max(ratios)
+
+
+def drawn(subject: Subject, count: int) -> Iterator[Candidate]:
+    """The baselines, then draws from the space; each layout once."""
+    rng = random.Random(0)
+    seen = set()
+    for candidate in [b.candidate for b in baselines(subject.space)]:
+        seen.add(candidate)
+        yield candidate
+    while len(seen) < count:
+        draw = subject.space.sample(rng)
+        if draw is not None and draw not in seen:
+            seen.add(draw)
+            yield draw
+
+
+def compiled(name: str, target_name: str, count: int) -> dict[str, Any]:
+    """A new case: what both rungs say of drawn layouts."""
+    target = find_target(target_name)
+    rung1 = Rung1(model_of(name, None), target)
+    subject, propagator = rung1.subject(())
+    usable = target.memory_bytes
+    limit = int(usable * 0.95)
+    points: list[dict[str, Any]] = []
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        jobs = []
+        for candidate in drawn(subject, count):
+            said = propagator.judge(subject.space, candidate.layout, rung1.cost)
+            if not isinstance(said, Estimate) or said.state_bytes > limit:
+                continue
+            analysis = subject.analysis_for(candidate.layout)
+            specs = told(analysis, subject.space.specs(candidate.layout))
+            module = lower_step(analysis, specs, target)
+            request = request_for(module, target, None, 900.0)
+            jobs.append((candidate, said, module, pool.submit(compile_in_process, request)))
+        for candidate, said, module, job in jobs:
+            outcome = job.result()
+            both = None
+            if isinstance(outcome, CompileResult):
+                both = estimate_of(module, outcome, rung1.cost)
+            fits = both is not None and both.peak_memory_bytes <= limit
+            points.append(
+                {
+                    "candidate": candidate.to_json(),
+                    "fits": fits,
+                    "rung1": _figures(said),
+                    "rung2": _figures(both) if both else None,
+                }
+            )
+            print(len(points), "of", len(jobs), flush=True)
+    label = f"{name}-{target_name.replace(':', '-')}"
+    return {
+        "case": label,
+        "model": name,
+        "target": target_name,
+        "batch_size": None,
+        "limit_bytes": limit,
+        "date": time.strftime("%Y-%m-%d"),
+        "points": points,
+    }
+
+
+def _figures(said: Estimate) -> dict[str, float]:
+    names = "time_s compute_s communication_s peak_memory_bytes state_bytes flops"
+    return {name: getattr(said, name) for name in names.split()}
+
+
+def store(new: dict[str, Any]) -> None:
+    """Adds a case, or replaces the one of its name."""
+    kept = [one for one in stored([]) if one["case"] != new["case"]] if STORED.exists() else []
+    with lzma.open(STORED, "wt", encoding="utf-8") as file:
+        for one in sorted([*kept, new], key=lambda one: str(one["case"])):
+            file.write(json.dumps(one, separators=(",", ":")) + "\n")
 
 
 def main(argv: list[str]) -> None:
     del argv
-    jax.config.update("jax_platforms", "cpu")
-    start_jax()
-    start = time.perf_counter()
-    console = Console()
-    folder = pathlib.Path(_OUT.value)
-    target = find_target(_TARGET.value)
-    full = pod_sizes.full_size(_MODEL.value, target.device_count)
-    overrides = pod_sizes.differing(full, batch_size=_BATCH.value)
-    name = pod_sizes.run_name(_MODEL.value, _TARGET.value, overrides)
-    batch_size = full.replace(**overrides).batch_size
-    model_fn, _ = pod_tasks.task(_MODEL.value, batch_size=batch_size)
-    programs, _ = trace_all(model_fn, {"remat": tuple(_REMAT.value)}, False)
-    run_folder = pathlib.Path("runs/rung_agreement").absolute() / name
-    with opened(folder / f"{name}.jsonl") as journal, progress_bar(console) as progress:
-        ledger = Ledger(
-            subjects=[make_subject(p, target, "free", None) for p in programs],
-            target=target,
-            cost=cost_model(target),
-            budget=Budget(
-                candidates=250,
-                compiles=2 * _MOST.value + _TOP.value,
-                profiles=0,
-                compile_seconds=1800.0,  # a slow machine says nothing of a layout
-            ),
-            journal=journal,
-            callbacks=(show_on(progress),),
-            seed=_SEED.value,
-            limit_bytes=int(target.memory_bytes * 0.95),  # search's headroom
-            folder=run_folder,
-        )
-        points, skipped = judged(ledger, run_folder / "compiled")
-    if not any(p.fits for p in points):
-        sys.exit(
-            f"no layout of {_MODEL.value} that was drawn fits into a device of {_TARGET.value}:"
-            f" {len(points)} were compiled, of {skipped} more the state alone is too large"
-        )
-    figures = {
-        "model": _MODEL.value,
-        "target": _TARGET.value,
-        "batch_size": batch_size,
-        "overrides": overrides,
-        "limit_bytes": ledger.limit_bytes,
-        **summary(points, ledger.limit_bytes, target.memory_bytes),
-        "state_too_large": skipped,
-        "seed": _SEED.value,
-        "elapsed_s": time.perf_counter() - start,
-        "compiler": compiler_version(target.lowering_platform),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
-        "points": [figures_of(p) for p in points],
-    }
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    console.print(_table(figures))
-    console.print(f"Figures in {path}.", highlight=False)
-
-
-def judged(ledger: Ledger, folder: pathlib.Path) -> tuple[list[Point], int]:
-    """Rung 1's best and the sample, compiled; and how many were left out for their state alone.
-
-    Args:
-      folder: what was compiled stays there, and is not compiled again.
-    """
-    compiled, ledger.journal = ledger.journal, Journal()  # rung 1 is asked anew every time
-    propagate_all(ledger, None, 1.0)
-    ledger.journal = compiled
-    with KeptCompiles(folder) as compiles:
-        compiling = Compiling(ledger, compiles)
-        top = fastest(ledger, _TOP.value)
-        compiling.compile(top, 1.0)
-        points = _points("top", top, ledger)
-        draws = Draws(ledger, {ledger.rows[i].program for i in top})
-        best = [ledger.rows[i].candidate for i in top]
-        fitting = 0
-        for group, draw, wanted, most in (
-            ("uniform", uniform, _FITTING.value // 2, _MOST.value),
-            ("baselines", functools.partial(walk, ()), _FITTING.value * 3 // 4, _MOST.value),
-            ("best", functools.partial(walk, best), _FITTING.value, 4 * _MOST.value),
-        ):
-            rows = draws.rows(draw)
-            drawn: list[int] = []
-            while len(drawn) < most and fitting + len(ledger.fitting(drawn)) < wanted:
-                if not (some := list(itertools.islice(rows, _AT_ONCE))):
-                    break  # the space has no others
-                compiling.compile(some, 1.0)
-                drawn += some
-            fitting += len(ledger.fitting(drawn))
-            points += _points(group, drawn, ledger)
-    return points, draws.skipped
-
-
-def _points(group: str, rows: Sequence[int], ledger: Ledger) -> list[Point]:
-    fitting = set(ledger.fitting(rows))
-    return [Point(group=group, row=ledger.rows[i], fits=i in fitting) for i in rows]
-
-
-def _table(figures: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"rung 1 against rung 2, {figures['model']} on {figures['target']}:"
-        f" {figures['compared']} layouts"
+    names = _CASE.value
+    if _ADD.value:
+        new = compiled(_ADD.value, _TARGET.value, _LAYOUTS.value)
+        store(new)
+        names = [new["case"]]
+    print(
+        f"{'case':26} fit     tau   regret  rejected   time 1/2: least, median, most"
+        "   peak 1/2: least, median, most"
     )
-    for head in ("of", "Kendall's tau", "95 %", "rung 1 / rung 2: least", "median", "most"):
-        table.add_column(head)
-    for measure in MEASURES:
-        found, ratios = figures[f"tau_{measure}"], figures["ratios"].get(measure)
-        table.add_row(
-            measure,
-            f"{found['tau']:.3f}",
-            f"{found['low']:.3f} to {found['high']:.3f}",
-            *(f"{ratios[q]:.2f}" if ratios else "-" for q in ("least", "median", "most")),
-        )
-    table.caption = (
-        f"{figures['compiled']} compiled, {figures['fitting']} of the sample fit,"
-        f" {figures['failed']} failed; rung 1 wrongly rejected {figures['wrongly_rejected']} of"
-        f" {figures['rejected']}; of its best {figures['top_too_large']} do not fit,"
-        f" {figures['without_time']} have no time by rung 2,"
-        f" {figures['without_memory']} of them no memory"
-    )
-    return table
+    for one in stored(names):
+        print(agreement(one, None), "  (as stored)")
+        rung1 = Rung1(model_of(one["model"], one["batch_size"]), find_target(one["target"]))
+        start = time.monotonic()
+        print(agreement(one, rung1), f"  ({time.monotonic() - start:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

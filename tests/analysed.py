@@ -1,6 +1,5 @@
 """The workloads of `tests.programs`, analysed once a session, and ways to judge and run layouts."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,19 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard import lowering
-from autoshard.analysis import Analysis
-from autoshard.cost import KINDS, Constants, CostModel, LinkCost
-from autoshard.driver import Subject
-from autoshard.kernels import KernelTable
-from autoshard.layout import Layout
-from autoshard.program import sample_batch, trace
+from autoshard.lowering import lower as lowering
+from autoshard.lowering.problem import Subject, make_subject
+from autoshard.program.analysis import Analysis
+from autoshard.program.program import sample_batch, trace
+from autoshard.records.layout import Layout
+from autoshard.records.trial import Estimate
 from autoshard.rungs.propagate import Propagator
-from autoshard.space import Space
-from autoshard.strategy import baselines
-from autoshard.subjects import make_subject
-from autoshard.target import Target, find_target
-from autoshard.trial import Estimate
+from autoshard.space.baselines import baselines
+from autoshard.space.space import Space
+from autoshard.target.cost import KINDS, Constants, CostModel, LinkCost
+from autoshard.target.target import Target, find_target
 from autoshard.workload import Workload
 from tests import programs
 from tests.compiled import compiled
@@ -59,52 +56,21 @@ def subject(name: str) -> Subject:
     return analyse(programs.EVERY[name]())
 
 
-def kernels_of_step(step: Callable[..., Any], state: Any, batch: Any) -> KernelTable:
-    """The kernels of a step; state and batch: shapes or arrays."""
+def propagator_of_step(step: Callable[..., Any], state: Any, batch: Any) -> Propagator:
+    """Rung 1 of a step; state and batch: shapes or arrays."""
     workload = Workload(
         step=step,
         init=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state),
         batch=batch,
     )
-    return analyse(workload).analysis.kernels
+    return Propagator(analyse(workload).analysis)
 
 
-def kernels_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> KernelTable:
-    """The kernels of a function of arrays, whose results are a step's new state."""
+def propagator_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Propagator:
+    """Rung 1 of a function of arrays, whose results are a step's new state."""
     arguments = tuple(programs.shaped(*s) for s in shapes)
     made = jax.eval_shape(function, *arguments)
-    return kernels_of_step(lambda state, batch: (function(*batch), 0.0), made, arguments)
-
-
-class Listening(CostModel):
-    """A model of time of a shared host that keeps what rung 1 asks it."""
-
-    def __init__(self) -> None:
-        super().__init__(dataclasses.replace(CONSTANTS, shared=True, least_rows=1e9))
-        self.asked: dict[str, Any] = {}
-
-    def kernels_s(self, *args: Any, **more: Any) -> float:
-        self.asked |= more
-        return super().kernels_s(*args, **more)
-
-
-def asked_of(
-    function: Callable[..., Any], *shapes: tuple[int, ...]
-) -> tuple[KernelTable, dict[str, Any]]:
-    """The kernels of a function that nothing divides, and what rung 1 says of them."""
-    arguments = tuple(programs.shaped(*s) for s in shapes)
-    made = jax.eval_shape(function, *arguments)
-    of = analyse(
-        Workload(
-            step=lambda state, batch: (function(*batch), 0.0),
-            init=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), made),
-            batch=arguments,
-        )
-    )
-    listening = Listening()
-    judged = propagator(of.analysis).judge(of.space, Layout(mesh=(("x", 8),)), listening)
-    assert isinstance(judged, Estimate), judged
-    return of.analysis.kernels, listening.asked
+    return propagator_of_step(lambda state, batch: (function(*batch), 0.0), made, arguments)
 
 
 @functools.cache

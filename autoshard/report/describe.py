@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from autoshard.report.explain import explain, numerics
-from autoshard.report.words import (
+from autoshard.records.trial import Estimate, Failure, Measurement, Stage, Trial, paired_ratio
+from autoshard.records.words import (
     mebibytes,
     mesh_in_words,
     rules_in_words,
     seconds,
     traffic_in_words,
 )
-from autoshard.trial import Estimate, Failure, Measurement, Stage, Trial, paired_ratio
+from autoshard.report.explain import explain, numerics
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.plan.plan import Plan
 
 _HEAD = (
     "#",

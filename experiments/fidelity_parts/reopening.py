@@ -2,7 +2,7 @@
 
 What was measured stays with the program that it was measured of: where today's code makes another
 one of a layout, or another compiler is here, nothing is done. The constants are those that the
-sample was taken with, and where it has too few, others in proportion that it keeps apart.
+sample was taken with, and where it has too few, this machine's, which it keeps apart.
 """
 
 import dataclasses
@@ -10,38 +10,16 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.budget import Budget, Callback
-from autoshard.calibrations import calibrated
-from autoshard.cost import Constants, CostModel
-from autoshard.driver.ledger import Ledger
-from autoshard.host import machine
-from autoshard.journal import Journal
-from autoshard.layout import Candidate
-from autoshard.module import Module
+from autoshard.records.layout import Candidate
+from autoshard.records.module import Module
+from autoshard.rungs.profile.calibration_files import calibrated
+from autoshard.target.cost import Constants, CostModel
+from autoshard.target.host import machine
+from autoshard.tuner.budget import Budget, Callback
+from autoshard.tuner.journal import Journal
+from autoshard.tuner.state import Ledger
 from experiments.fidelity_parts import sampling
-from experiments.fidelity_parts.store import Case, Store, Task, is_from_here, seen_on
-
-_PROBED_ANEW = {"transposed_s": 22}
-"""Constants whose probe has changed -> the first calibrations to measure them so.
-
-What a sample has of them from before is set aside where this machine is like its own
-(docs/decisions/0060).
-"""
-_BESIDE = {
-    "bandwidths": "bandwidth_bytes_per_s",
-    "transposed_s": "collided_s",
-    "collided_s": "transposed_s",
-    "degenerate_s": "element_flops_per_s",
-    "degenerate_across_s": "element_flops_per_s",
-    "turned_flops_per_s": "contract_flops_per_s",
-    "unvectorized_flops_per_s": "element_flops_per_s",
-    "array_s": "launch_s",
-    "patch_s": "element_flops_per_s",
-}
-"""Constants that older calibrations lack, or measured otherwise -> one that goes with it.
-
-In proportion where both are rates, or both seconds; else the other way round.
-"""
+from experiments.fidelity_parts.store import Case, Store, Task, seen_on
 
 
 class OtherProgramsError(RuntimeError):
@@ -104,20 +82,22 @@ def _file(task: Task, store: Store) -> pathlib.Path:
 
 def _constants(figures: Mapping[str, Any], task: Task, store: Store) -> Constants:
     """Those of a sample, completed where nobody asked for some when it was taken."""
-    own = {**_own(figures), **figures.get("borrowed", {}).get("constants", {})}
-    if {field.name for field in dataclasses.fields(Constants)} <= own.keys():
+    kept = figures.get("borrowed", {}).get("constants", {})
+    own = _own(figures) | {name: kept[name] for name in kept.keys() & _known()}
+    if _known() <= own.keys():
         return Constants.from_json(own)
     return completed(own, calibrated(sampling.target_of(task), store.calibration))
 
 
+def _known() -> set[str]:
+    return {field.name for field in dataclasses.fields(Constants)}
+
+
 def _own(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Constants that a sample was taken with, but for those that are set aside."""
-    then = figures.get("calibration_revision", 0)
-    aside = {name for name, since in _PROBED_ANEW.items() if then < since}
-    known = figures.get("borrowed", {}).get("machines", {}).keys()
-    if is_from_here(figures):
-        known |= aside
-    return {name: value for name, value in figures["constants"].items() if name not in known}
+    """Constants that a sample was taken with, as far as today's model has them."""
+    others = figures.get("borrowed", {}).get("machines", {}).keys()
+    names = _known() - others
+    return {name: value for name, value in figures["constants"].items() if name in names}
 
 
 def borrowed(figures: Mapping[str, Any], used: Constants) -> dict[str, Any]:
@@ -136,26 +116,5 @@ def borrowed(figures: Mapping[str, Any], used: Constants) -> dict[str, Any]:
 
 
 def completed(own: dict[str, Any], here: Constants) -> Constants:
-    """Constants that lack some, which are this machine's in proportion to what both have.
-
-    The machine, or its hour, may have been another: a rate beyond the caches that was measured then
-    is not to stand beside rates within them that were measured now.
-    """
-    found = here.to_json() | own
-    for name, beside in _BESIDE.items():
-        if name not in own and getattr(here, beside):
-            scale = found[beside] / getattr(here, beside)
-            alike = _is_duration(name) == _is_duration(beside)
-            found[name] = _times(getattr(here, name), scale if alike else 1 / scale)
-    return Constants.from_json(found)
-
-
-def _is_duration(name: str) -> bool:
-    return name.endswith("_s") and not name.endswith("_per_s")
-
-
-def _times(figure: Any, scale: float) -> Any:
-    """A figure, or the second of each pair, in proportion."""
-    if isinstance(figure, tuple):
-        return tuple((what, value * scale) for what, value in figure)
-    return figure * scale
+    """Constants of a sample; those that it lacks are this machine's."""
+    return Constants.from_json(here.to_json() | own)

@@ -8,10 +8,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from autoshard.module import Module
-from autoshard.rungs.bench import Benches
-from autoshard.rungs.race import COMPLETE, INTERRUPTED, Footprint, RaceSettings, Runner, race
-from autoshard.trial import Failure, Kind, Stage
+from autoshard.records.module import Module
+from autoshard.records.trial import Failure, Kind, Stage
+from autoshard.rungs.profile.race import (
+    COMPLETE,
+    INTERRUPTED,
+    Footprint,
+    RaceSettings,
+    Runner,
+    race,
+)
+from autoshard.rungs.profile.runner import Benches
 from experiments import pairs
 
 
@@ -63,7 +70,7 @@ def in_rounds(
       memory_bytes: what all of them may hold on a device at once.
       begun: the rounds that are over already, of all these programs; they count, and their samples
         come first.
-      keep: given after each round what there is by then, of earlier rounds too.
+      keep: given all rounds, of earlier calls too, at the end or where Ctrl-C stops them.
 
     Returns:
       One entry for each program; those that failed say why.
@@ -95,16 +102,29 @@ def in_rounds(
         load=lambda name: bench.load(name, programs[name]),
         unload=bench.unload,
         renew=bench.renew,
-        at_hand=bench.at_hand,
         footprints={name: Footprint(held=size) for name, size in held.items()},
         memory_bytes=memory_bytes,
-        on_round=lambda runners: keep(together(runners)),
     )
     if result.ended == INTERRUPTED:
+        keep(together(_whole(result.runners)))
         raise KeyboardInterrupt
+    ran = together(result.runners)
+    keep(ran)
     if programs and result.ended not in COMPLETE:
         raise MeasuringError(f"after {number - 1} of {rounds} rounds: {result.ended}")
-    return together(result.runners)
+    return ran
+
+
+def _whole(runners: Sequence[Runner]) -> list[Runner]:
+    """The rounds that every program ran; those that failed show the rounds that they ran."""
+    whole = min((len(set(one.rounds)) for one in runners if one.failure is None), default=0)
+    found = []
+    for one in runners:
+        count = sum(number < whole for number in one.rounds)
+        found.append(
+            dataclasses.replace(one, rounds=one.rounds[:count], samples_s=one.samples_s[:count])
+        )
+    return found
 
 
 def _joined(earlier: Runner | None, later: Runner, first: int) -> Runner:

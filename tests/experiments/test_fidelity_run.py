@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.calibrations import calibrated
-from autoshard.cost import MODEL_REVISION, Constants
-from autoshard.driver.compiling import Compiling
-from autoshard.journal import Journal
-from autoshard.pricing import cost_model
-from autoshard.target import Target
-from autoshard.trial import Failure, Kind, Measurement, Stage
+from autoshard.records.trial import Failure, Kind, Measurement, Stage
+from autoshard.rungs.profile.calibration_files import calibrated, cost_model
+from autoshard.target.cost import MODEL_REVISION, Constants
+from autoshard.target.target import Target
+from autoshard.tuner.compiling import Compiling
+from autoshard.tuner.journal import Journal
 from experiments import pairs
 from experiments.fidelity_parts import (
     measuring,
@@ -588,25 +587,18 @@ def test_a_case_goes_through_search_sample_and_report(
     assert store.read(path) == anew
 
 
-def test_what_a_sample_did_not_calibrate_is_in_proportion_to_what_it_did() -> None:
-    here = dataclasses.replace(
-        CONSTANTS,
-        bandwidths=((1, 4e10), (2, CONSTANTS.bandwidth_bytes_per_s)),
-        transposed_s=1e-10,
-        collided_s=3e-10,
-        array_s=1e-6,
-        degenerate_s=4e-9,
-    )
-    own = here.to_json() | {"bandwidth_bytes_per_s": 2e10, "transposed_s": 2e-10}
-    own["element_flops_per_s"] = 2 * CONSTANTS.element_flops_per_s
-    for name in ("bandwidths", "collided_s", "degenerate_s"):
-        del own[name]
-    found = reopening.completed(json.loads(json.dumps(own)), here)
-    assert found.bandwidths == ((1, 8e10), (2, 2e10))
-    assert found.collided_s == pytest.approx(6e-10) and found.array_s == 1e-6
-    assert found.degenerate_s == pytest.approx(2e-9)  # twice as fast
-    accelerator = dataclasses.replace(here, transposed_s=0.0, collided_s=0.0)
-    assert reopening.completed(own, accelerator).collided_s == 0.0
+def test_constants_that_a_sample_lacks_are_this_machines_and_others_are_left_out() -> None:
+    here = dataclasses.replace(CONSTANTS, fresh_s_per_byte=2e-10)
+    then = {**CONSTANTS.to_json(), "launch_s": 5e-6, "array_s": 1e-6}
+    del then["fresh_s_per_byte"]
+    sample: dict[str, Any] = {"constants": json.loads(json.dumps(then)), **store.seen_on()}
+    used = reopening.completed(reopening._own(sample), here)
+    assert used == dataclasses.replace(here, launch_s=5e-6)
+    told = reopening.borrowed(sample, used)
+    assert told["constants"] == {"fresh_s_per_byte": 2e-10}
+    assert told["machines"] == {"fresh_s_per_byte": store.machine()}
+    again = {**sample, "borrowed": told, "machine": "another"}
+    assert reopening._own(again) == reopening._own(sample), "also elsewhere, from then on"
 
 
 def test_a_sample_of_which_no_program_is_left_is_not_gone_on_with() -> None:
@@ -615,24 +607,6 @@ def test_a_sample_of_which_no_program_is_left_is_not_gone_on_with() -> None:
     kept = {**now, "planned": {"layout": {}}, "programs": left, **store.seen_on()}
     nobody: Any = None
     assert opening.Opening.stopped(nobody, kept, {**now, "planned": {"layout": {}}}) is None
-
-
-def test_what_is_probed_otherwise_since_is_set_aside_on_a_machine_like_its_own() -> None:
-    """And told to be borrowed, in proportion to what was measured in the same hour."""
-    then = dataclasses.replace(CONSTANTS, transposed_s=1e-10, collided_s=6e-10)
-    here = dataclasses.replace(CONSTANTS, transposed_s=2e-10, collided_s=5e-10)
-    sample: dict[str, Any] = {"constants": then.to_json(), **store.seen_on()}
-    own = reopening._own(sample)
-    assert own.keys() == then.to_json().keys() - {"transposed_s"}
-    used = reopening.completed(own, here)
-    assert used.transposed_s == pytest.approx(2.4e-10) and used.collided_s == 6e-10
-    told = reopening.borrowed(sample, used)
-    assert told["machines"] == {"transposed_s": store.machine()}
-    assert told["constants"] == {"transposed_s": pytest.approx(2.4e-10)}
-    again = {**sample, "borrowed": told, "machine": "another"}
-    assert reopening._own(again) == own, "also elsewhere, from then on"
-    for kept in ({"calibration_revision": 22}, {"machine": "another"}):
-        assert reopening._own({**sample, **kept}) == then.to_json()
 
 
 def test_predictions_are_made_anew_where_there_is_a_sample(kept: Store) -> None:
