@@ -1,7 +1,6 @@
 """Program: a traced workload (jaxpr, avals, pytree paths). No devices, nothing allocated."""
 
 import dataclasses
-import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -492,7 +491,3 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
 def physical(leaf: Leaf, value: Any) -> np.ndarray:
     """A leaf's value as programs hold it: a key is its words."""
     return np.asarray(jax.random.key_data(value)) if leaf.is_key else np.asarray(value, leaf.dtype)
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

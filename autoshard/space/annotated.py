@@ -14,7 +14,7 @@ from autoshard.compat.jaxpr import jaxprs
 from autoshard.compat.jaxpr.contexts import without_mesh
 from autoshard.compat.shardy import flattening, partitioner, shardings, stablehlo
 from autoshard.program.analysis import Analysis
-from autoshard.program.program import Leaf, Program, digest
+from autoshard.program.program import Leaf, Program
 from autoshard.records.layout import MeshShape, Spec
 from autoshard.space.specs import Specs
 
@@ -43,7 +43,6 @@ def analyse_annotated(
     closed = jaxprs.on_mesh(program.annotated, abstract)
     module = flattening.flatten(stablehlo.lower_abstract(closed, shapes, platform))
     stablehlo.tag(module)
-    text = stablehlo.text_without(module, {})
     attributes = shardings.Attributes(module.context)
     every_open, out_open = (
         [_open(leaf) for leaf in leaves] for leaves in (program.inputs, program.outputs)
@@ -57,16 +56,8 @@ def analyse_annotated(
     declared = _declared_by_init(program, mesh, platform)
     if declared is not None:
         inputs[:count] = declared
-    analysis = dataclasses.replace(
-        base,
-        module=module,
-        axes=dataclasses.replace(base.axes, sites={}),
-        platform=platform,
-        site_of_tag={},
-        # Its constraints are part of the program here, and so is what they imply for its inputs.
-        digest="step:" + digest(f"{text}\n{inputs}")[:24],
-        as_annotated=True,
-    )
+    # Its constraints are part of the program here, and so is what they imply for its inputs.
+    analysis = base.written(module, platform, f"\n{inputs}")
     specs = Specs(
         mesh=mesh,
         inputs=tuple(inputs),
