@@ -19,7 +19,7 @@ from autoshard.rungs.bench_client import ChildBench
 from autoshard.rungs.checking import Finalist, Touching
 from autoshard.rungs.inputs import Inputs, make_inputs
 from autoshard.rungs.race import INTERRUPTED, Footprint, RaceSettings
-from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
+from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage, relative_time
 
 _BATCHES = 2
 _AHEAD = 2
@@ -50,8 +50,8 @@ class Measuring:
     """Measures rows of a ledger in waves.
 
     Attributes:
-      ranking: rows that may be planned, best first: the survivors of the last race in its order,
-        then the others by their own times.
+      ranking: rows that may be planned, best first: the fastest of the last race, then the others
+        by `trial.relative_time` to it.
     """
 
     def __init__(self, ledger: Ledger, compile_key: Callable[[Row], str]):
@@ -91,7 +91,7 @@ class Measuring:
             return
         self._asked.update(indices)
         keys = {i: self._key(ledger.rows[i], wave) for i in indices}
-        ranked: list[int] = []
+        races: list[list[int]] = []
         # Programs with one kind of state and batch start from the same values.
         groups: dict[object, list[int]] = {}
         for i in indices:
@@ -110,13 +110,13 @@ class Measuring:
             if not open_:
                 continue
             if (raced := self._raced_before(open_, keys, more, share)) is not None:
-                ranked += self._replayed(raced, keys)
+                races.append(self._replayed(raced, keys))
             else:
                 first = first_round + _APART * ledger.rows[group[0]].subject
-                ranked += self._race(bench, open_, rounds, first, share, keys, more)
-        if len(groups) > 1:
-            ranked.sort(key=ledger.time_of)
-        self._rank(ranked)
+                races.append(self._race(bench, open_, rounds, first, share, keys, more))
+        # Times of different races say little: the fastest of one of them comes first.
+        races.sort(key=lambda race: ledger.time_of(race[0]) if race else float("inf"))
+        self._rank([i for race in races for i in race])
 
     def _race(
         self,
@@ -361,8 +361,19 @@ class Measuring:
         return self._inputs[row.subject]
 
     def _rank(self, ranked: Sequence[int]) -> None:
-        ok = [i for i in ranked if isinstance(self._ledger.rows[i].profiled, Measurement)]
-        self.ranking = (*ok, *(i for i in self._ledger.measured() if i not in set(ok)))
+        """Ranks all that is measured: the race's fastest first, the others by their times to it."""
+        rows = self._ledger.rows
+        measured = {
+            i: found
+            for i in (*ranked, *self.ranking, *self._ledger.measured())
+            if isinstance(found := rows[i].profiled, Measurement)
+        }
+        fastest = next(iter(measured.values()), None)
+
+        def behind(i: int) -> float:
+            return relative_time(fastest, measured[i]) if fastest else 1.0
+
+        self.ranking = tuple(sorted(measured, key=behind))
 
 
 def footprint(module: Module, peak_bytes: int) -> Footprint:
