@@ -7,17 +7,9 @@ by importing this package, and has no use for most of it.
 import importlib
 from typing import TYPE_CHECKING
 
-from autoshard.compat.noise import import_jax as _import_jax
-
-_import_jax()  # before anything else does: what its plugins write is for the log
-
 if TYPE_CHECKING:
     from autoshard.api import load_plan as load_plan
     from autoshard.api import search as search
-    from autoshard.budget import Budget as Budget
-    from autoshard.budget import Event as Event
-    from autoshard.catalogue import CatalogueError as CatalogueError
-    from autoshard.catalogue import targets as targets
     from autoshard.errors import AutoshardError as AutoshardError
     from autoshard.errors import JournalError as JournalError
     from autoshard.errors import LayoutError as LayoutError
@@ -25,16 +17,18 @@ if TYPE_CHECKING:
     from autoshard.errors import PlanError as PlanError
     from autoshard.errors import TargetError as TargetError
     from autoshard.errors import WorkloadError as WorkloadError
-    from autoshard.journal import Journal as Journal
-    from autoshard.layout import Candidate as Candidate
-    from autoshard.layout import Layout as Layout
-    from autoshard.plan import Plan as Plan
+    from autoshard.plan.plan import Plan as Plan
+    from autoshard.records.layout import Candidate as Candidate
+    from autoshard.records.layout import Layout as Layout
+    from autoshard.target.catalogue import CatalogueError as CatalogueError
+    from autoshard.target.catalogue import targets as targets
+    from autoshard.tuner.budget import Budget as Budget
+    from autoshard.tuner.budget import Event as Event
+    from autoshard.tuner.journal import Journal as Journal
     from autoshard.workload import Workload as Workload
 
 _MODULES = {
     "api": ("load_plan", "search"),
-    "budget": ("Budget", "Event"),
-    "catalogue": ("CatalogueError", "targets"),
     "errors": (
         "AutoshardError",
         "JournalError",
@@ -44,9 +38,11 @@ _MODULES = {
         "TargetError",
         "WorkloadError",
     ),
-    "journal": ("Journal",),
-    "layout": ("Candidate", "Layout"),
-    "plan": ("Plan",),
+    "plan.plan": ("Plan",),
+    "records.layout": ("Candidate", "Layout"),
+    "target.catalogue": ("CatalogueError", "targets"),
+    "tuner.budget": ("Budget", "Event"),
+    "tuner.journal": ("Journal",),
     "workload": ("Workload",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

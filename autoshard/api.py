@@ -13,26 +13,28 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from autoshard.budget import Budget, Callback, Event
-from autoshard.compat.noise import start_jax
-from autoshard.driver import Found, Subject, run_search
+from autoshard.compat.xla.stderr_capture import start_jax
 from autoshard.errors import NoPlanError, TargetError
-from autoshard.journal import Journal, opened
-from autoshard.no_plan import why_no_plan
-from autoshard.plan import Evidence, Plan
-from autoshard.pricing import cost_model
-from autoshard.strategy import Strategy
-from autoshard.subjects import (
+from autoshard.lowering.problem import (
     KnobValue,
     ModelFn,
+    Subject,
     all_subjects,
     check_samples,
     make_subject,
     trace_all,
 )
-from autoshard.target import Target, find_target
-from autoshard.trial import Measurement, Stage
-from autoshard.validity import checked_plan
+from autoshard.plan.load import checked_plan
+from autoshard.plan.plan import Evidence, Plan
+from autoshard.records.trial import Measurement, Stage
+from autoshard.report.progress import shown_progress
+from autoshard.rungs.profile.calibration_files import cost_model
+from autoshard.target.target import Target, find_target, require_own_devices
+from autoshard.tuner import Found, run_search
+from autoshard.tuner.budget import Budget, Callback, Event, harmless
+from autoshard.tuner.diagnosis import why_no_plan
+from autoshard.tuner.journal import Journal, opened
+from autoshard.tuner.strategy import Strategy
 
 
 def search(
@@ -53,6 +55,7 @@ def search(
     hardware: str | os.PathLike[str] | None = None,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
 ) -> Plan:
     """Finds the fastest sharding of a train step that fits the devices.
 
@@ -70,14 +73,16 @@ def search(
       memory_headroom: part of that which no plan may use.
       budget: how much the search may spend.
       journal: a file that records every trial; an interrupted search goes on from it.
-      executor: where programs are compiled; default worker processes here, two at most. Not for
-        accelerators that are here: only the process that holds them can compile for them.
+      executor: where programs are compiled; default worker processes here, as many as cores and
+        free memory allow, 16 at most. Not for accelerators that are here: only the process that
+        holds them can compile for them.
       strategy: who chooses candidates; default exhaustive in small spaces, else beam search.
       calibration: folder that keeps calibrations of live targets; default in the user's cache.
       hardware: a catalogue file with chips or links of your own, or with corrected figures; for
         named hardware alone.
       seed: of every random choice.
-      callbacks: called with an `Event` now and then.
+      callbacks: called with an `Event` now and then. One that raises is logged and not called
+        again, unless it raises KeyboardInterrupt, which is Ctrl-C.
 
     Returns:
       The plan. Ctrl-C, or the end of the budget, returns the best so far and says so.
@@ -85,9 +90,10 @@ def search(
     Raises:
       WorkloadError: a model_fn, step, init or batch that cannot be searched, or knobs or a
         mesh_shape that there are not.
-      TargetError: `mesh` names no usable devices, or hardware whose compiler is not installed, or
-        accelerators that are here, with an executor; `memory_bytes` is not positive, or more than
-        named hardware has; `hardware` cannot be read (`CatalogueError`), or devices are here.
+      TargetError: `mesh` names no usable devices, devices of several processes, hardware whose
+        compiler is not installed, or accelerators that are here, with an executor; `memory_bytes`
+        is not positive, or more than named hardware has; `hardware` cannot be read
+        (`CatalogueError`), or devices are here.
       LayoutError: `fix` names nothing, or mesh axes that there are not.
       JournalError: not a journal, damaged, of another schema, or in use by another search.
       NoPlanError: nothing fits, or every candidate failed; says what would help.
@@ -102,54 +108,63 @@ def search(
         raise ValueError(f"seed must be a whole number, got {seed!r}") from error
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}: batches are drawn from it")
-    target = find_target(mesh, memory_bytes, hardware)
-    if executor is not None and target.is_here and target.platform != "cpu":
-        raise TargetError(
-            f"got an executor for {target.describe()} that are here, expected none: its processes"
-            " do not hold these devices and would compile for their CPUs; leave executor out, or"
-            " name the hardware (autoshard.targets()) to compile for it anywhere"
-        )
-    if not target.is_here:
-        start_jax()
-        budget = dataclasses.replace(budget, profiles=0)
-    limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
+    with shown_progress(progress) as shown:
+        target = find_target(mesh, memory_bytes, hardware)
+        require_own_devices(target)
+        if executor is not None and target.is_here and target.platform != "cpu":
+            raise TargetError(
+                f"got an executor for {target.describe()} that are here, expected none: its processes"
+                " do not hold these devices and would compile for their CPUs; leave executor out, or"
+                " name the hardware (autoshard.targets()) to compile for it anywhere"
+            )
+        if not target.is_here:
+            start_jax()
+            budget = dataclasses.replace(budget, profiles=0)
+        callbacks = [harmless(callback) for callback in (shown, *callbacks)]
+        limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
-    def tell(done: int, text: str) -> None:
-        for callback in callbacks:
-            callback(Event(stage=Stage.TRACE, done=done, total=3, text=text))
+        def tell(done: int, text: str) -> None:
+            for callback in callbacks:
+                callback(Event(stage=Stage.TRACE, done=done, total=3, text=text))
 
-    with opened(journal) as log:
-        tell(0, "tracing the step")
-        programs, notes = trace_all(model_fn, knobs, keep_constraints)
-        if shows := dict.fromkeys(line for program in programs for line in program.shows):
-            notes.append(f"the plan shows no values, as your code does at {', '.join(shows)}")
-        if target.is_here and budget.profiles:
-            check_samples(programs, seed)
-        as_subject = functools.partial(make_subject, target=target, mesh_shape=mesh_shape, fix=fix)
-        tell(1, "reading the program")
-        subjects, unread = all_subjects(programs, as_subject)
-        notes += unread
-        cost = cost_model(target, calibration, lambda: tell(2, "calibrating: once for a machine"))
-        tell(3, "ready for layouts")
-        folder = log.path.parent if log.path is not None else None
-        found = run_search(
-            subjects,
-            target,
-            cost,
-            budget=budget,
-            journal=log,
-            executor=executor,
-            strategy=strategy,
-            seed=seed,
-            callbacks=callbacks,
-            limit_bytes=limit,
-            folder=pathlib.Path(folder).absolute() if folder is not None else None,
-            start_s=start_s,
-        )
-    if not found.ranking:
-        raise NoPlanError(why_no_plan(found, subjects, target, cost, limit, model_fn, as_subject))
-    notes += found.notes
-    return _plan(found, subjects, target, limit, tuple(notes), cost.constants.digest)
+        with opened(journal) as log:
+            tell(0, "tracing the step")
+            programs, notes = trace_all(model_fn, knobs, keep_constraints)
+            if shows := dict.fromkeys(line for program in programs for line in program.shows):
+                notes.append(f"the plan shows no values, as your code does at {', '.join(shows)}")
+            if target.is_here and budget.profiles:
+                check_samples(programs, seed)
+            as_subject = functools.partial(
+                make_subject, target=target, mesh_shape=mesh_shape, fix=fix
+            )
+            tell(1, "reading the program")
+            subjects, unread = all_subjects(programs, as_subject)
+            notes += unread
+            cost = cost_model(
+                target, calibration, lambda: tell(2, "calibrating: once for a machine")
+            )
+            tell(3, "ready for layouts")
+            folder = log.path.parent if log.path is not None else None
+            found = run_search(
+                subjects,
+                target,
+                cost,
+                budget=budget,
+                journal=log,
+                executor=executor,
+                strategy=strategy,
+                seed=seed,
+                callbacks=callbacks,
+                limit_bytes=limit,
+                folder=pathlib.Path(folder).absolute() if folder is not None else None,
+                start_s=start_s,
+            )
+        if not found.ranking:
+            raise NoPlanError(
+                why_no_plan(found, subjects, target, cost, limit, model_fn, as_subject)
+            )
+        notes += found.notes
+        return _plan(found, subjects, target, limit, tuple(notes), cost.constants.digest)
 
 
 def _plan(
@@ -177,6 +192,7 @@ def _plan(
         notes=notes,
         axes=tuple((a.name, a.size, a.where) for a in subject.analysis.axes.axes),
         constants_digest=constants_digest,
+        compiles=found.compiles,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     layout = found.trials[winner].candidate.layout

@@ -41,5 +41,13 @@ class NoPlanError(AutoshardError):
     """No candidate can be returned: none fits, or every one failed."""
 
 
+class PartitionerRefused(AutoshardError):
+    """The partitioner does not take a layout."""
+
+
+class LoweringError(AutoshardError):
+    """JAX cannot lower a program for a platform; JAX's own error is the cause."""
+
+
 class WorkerError(AutoshardError):
     """A worker process that died, hung or answered nonsense."""

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
 
-from autoshard.driver.ledger import Row
-from autoshard.layout import Candidate
-from autoshard.neighbours import drafts
-from autoshard.promote import DEFAULT_LOWER_BOUND, surely_too_large
-from autoshard.space import Space
-from autoshard.strategy import baselines
-from autoshard.trial import Estimate, Failure, Stage
+from autoshard.records.layout import Candidate
+from autoshard.records.trial import Estimate, Failure, Stage
+from autoshard.space.baselines import baselines
+from autoshard.space.moves import drafts
+from autoshard.space.space import Space
+from autoshard.tuner.promotion import DEFAULT_LOWER_BOUND, surely_too_large
+from autoshard.tuner.state import Row
 
 MEASURES = ("time_s", "compute_s", "communication_s", "peak_memory_bytes")
 

@@ -3,11 +3,11 @@
 import random
 from collections.abc import Callable, Iterator
 
-from autoshard.driver.ledger import Ledger, Row
-from autoshard.layout import Candidate
+from autoshard.records.layout import Candidate
+from autoshard.records.trial import Estimate
 from autoshard.rungs.propagate import Propagator
-from autoshard.space import Space
-from autoshard.trial import Estimate
+from autoshard.space.space import Space
+from autoshard.tuner.state import Ledger, Row
 
 PATIENCE = 2000
 """Draws without a new program, after which a space counts as exhausted."""

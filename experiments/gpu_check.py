@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 import autoshard
-from autoshard.calibrations import calibrated
-from autoshard.catalogue import Chip
-from autoshard.compat.compilers import compiler_version
-from autoshard.cost import Constants
-from autoshard.live_chips import chip_of_kind
-from autoshard.report.words import mebibytes, seconds
-from autoshard.target import find_target
-from autoshard.trial import Estimate, Measurement
+from autoshard.compat.xla.compilers import compiler_version
+from autoshard.records.trial import Estimate, Measurement
+from autoshard.records.words import mebibytes, seconds
+from autoshard.rungs.profile.calibration_files import calibrated
+from autoshard.target.catalogue import Chip
+from autoshard.target.cost import Constants
+from autoshard.target.live_chips import chip_of_kind
+from autoshard.target.target import find_target
 from experiments import sizes, tasks
 from experiments.fidelity_parts.store import write
 from experiments.kept_compiles import KeptCompiles

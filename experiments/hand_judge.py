@@ -3,13 +3,13 @@
 import pathlib
 from collections.abc import Mapping
 
-from autoshard.compat import stablehlo
-from autoshard.cost import CostModel
-from autoshard.module import Module
-from autoshard.rungs.compile import estimate_of
-from autoshard.rungs.compile_job import compile_in_process, request_for
-from autoshard.target import Target
-from autoshard.trial import Estimate, Failure, Kind, Stage
+from autoshard.compat.shardy import stablehlo
+from autoshard.records.module import Module
+from autoshard.records.trial import Estimate, Failure, Kind, Stage
+from autoshard.rungs.compile.estimate import estimate_of
+from autoshard.rungs.compile.job import compile_in_process, request_for
+from autoshard.target.cost import CostModel
+from autoshard.target.target import Target
 from experiments.handwritten_pod.baselines import Baseline
 from experiments.kept_compiles import KeptCompiles
 from experiments.pod_sizes import PodSize

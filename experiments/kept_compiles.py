@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from autoshard.rungs.compile_job import CompileRequest, CompileResult, compile_in_process
-from autoshard.trial import Failure, Kind
+from autoshard.records.trial import Failure, Kind
+from autoshard.rungs.compile.job import CompileRequest, CompileResult, compile_in_process
 
 _WORKERS = 2
 

@@ -15,10 +15,10 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 
-from autoshard.layout import Candidate, Layout, Whole
-from autoshard.space import Space
-from autoshard.strategy import Seen
-from autoshard.strategy.base import score
+from autoshard.records.layout import Candidate, Layout, Whole
+from autoshard.space.space import Space
+from autoshard.tuner.strategy import Seen
+from autoshard.tuner.strategy.base import score
 
 _DRAWS = 3000
 """Draws for one ask, after which a strategy has nothing new to ask.

@@ -32,12 +32,12 @@ from rich.console import Console
 from rich.table import Table
 
 import autoshard
-from autoshard.compat.compilers import compiler_version
-from autoshard.host import machine
-from autoshard.pricing import cost_model
-from autoshard.report.words import mebibytes, seconds
-from autoshard.target import find_target
-from autoshard.trial import Estimate, Failure
+from autoshard.compat.xla.compilers import compiler_version
+from autoshard.records.trial import Estimate, Failure
+from autoshard.records.words import mebibytes, seconds
+from autoshard.rungs.profile.calibration_files import cost_model
+from autoshard.target.host import machine
+from autoshard.target.target import find_target
 from experiments import hand_judge, pod_sizes, pod_tasks
 from experiments.handwritten_pod.baselines import baselines
 from experiments.progress import progress_bar, show_on

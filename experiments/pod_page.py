@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import app, flags
 
-from autoshard.report.words import mebibytes, seconds
+from autoshard.records.words import mebibytes, seconds
 from experiments.pages import Cell, Table, as_markdown, put_into
 
 PAIRS = tuple(

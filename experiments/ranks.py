@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
 
-from autoshard.cost import fit_correction
-from autoshard.rounds import TRIM, by_round
+from autoshard.records.rounds import TRIM, by_round
+from autoshard.target.cost import fit_correction
 
 FIRST = 16
 """The best program is looked for among this many with the least predicted times."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from autoshard.cost import Constants, CostModel
-from autoshard.layout import Candidate
-from autoshard.program import Program
+from autoshard.lowering.problem import make_subject, trace_all
+from autoshard.program.program import Program
+from autoshard.records.layout import Candidate
+from autoshard.records.trial import Estimate
 from autoshard.rungs.propagate import Propagator
-from autoshard.subjects import make_subject, trace_all
-from autoshard.target import find_target
-from autoshard.trial import Estimate
+from autoshard.target.cost import Constants, CostModel
+from autoshard.target.target import find_target
 from experiments.ranks import Parts
 from experiments.samples import Sample
 from experiments.zoo.cases import case

@@ -4,13 +4,14 @@ import dataclasses
 import time
 from collections.abc import MutableMapping
 
-from autoshard.cost import CostModel
-from autoshard.driver import Subject
-from autoshard.layout import Candidate
+from autoshard.lowering.problem import Subject
+from autoshard.records.layout import Candidate
+from autoshard.records.trial import Estimate, Failure
 from autoshard.rungs.propagate import Propagator
-from autoshard.strategy import Seen, Strategy, baselines
-from autoshard.strategy.base import score
-from autoshard.trial import Estimate, Failure
+from autoshard.space.baselines import baselines
+from autoshard.target.cost import CostModel
+from autoshard.tuner.strategy import Seen, Strategy
+from autoshard.tuner.strategy.base import score
 
 Known = MutableMapping[Candidate, Estimate | Failure]
 

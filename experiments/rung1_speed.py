@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from autoshard.analysis import analyse
-from autoshard.cost import KINDS, Constants, CostModel, LinkCost
-from autoshard.host import machine
-from autoshard.meshes import mesh_shapes
-from autoshard.program import trace
+from autoshard.program.analysis import analyse
+from autoshard.program.program import trace
+from autoshard.records.trial import Estimate
 from autoshard.rungs.propagate import Propagator
-from autoshard.space import Space
-from autoshard.trial import Estimate
+from autoshard.space.meshes import mesh_shapes
+from autoshard.space.space import Space
+from autoshard.target.cost import KINDS, Constants, CostModel, LinkCost
+from autoshard.target.host import machine
 from autoshard.workload import Workload
 from models import plain_gpt
 

@@ -30,19 +30,19 @@ from absl import app, flags
 from scipy.stats import kendalltau  # type: ignore[import-untyped]
 
 from autoshard import Workload
-from autoshard.driver import Subject
-from autoshard.layout import Candidate
-from autoshard.lowering import lower_step
-from autoshard.pricing import cost_model
-from autoshard.program import trace
-from autoshard.promote import DEFAULT_LOWER_BOUND
-from autoshard.rungs.compile import estimate_of
-from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
+from autoshard.lowering.lower import lower_step
+from autoshard.lowering.problem import Subject, make_subject
+from autoshard.program.program import trace
+from autoshard.records.layout import Candidate
+from autoshard.records.trial import Estimate
+from autoshard.rungs.compile.estimate import estimate_of
+from autoshard.rungs.compile.job import CompileResult, compile_in_process, request_for
+from autoshard.rungs.profile.calibration_files import cost_model
 from autoshard.rungs.propagate import Propagator
-from autoshard.strategy import baselines
-from autoshard.subjects import make_subject
-from autoshard.target import Target, find_target
-from autoshard.trial import Estimate
+from autoshard.rungs.propagate.constraints import told
+from autoshard.space.baselines import baselines
+from autoshard.target.target import Target, find_target
+from autoshard.tuner.promotion import DEFAULT_LOWER_BOUND
 from experiments import pod_tasks
 from experiments.pod_sizes import POD_SIZES
 from experiments.zoo.cases import CASES, case
@@ -187,7 +187,8 @@ def compiled(name: str, target_name: str, count: int) -> dict[str, Any]:
             if not isinstance(said, Estimate) or said.state_bytes > limit:
                 continue
             analysis = subject.analysis_for(candidate.layout)
-            module = lower_step(analysis, subject.space.specs(candidate.layout), target)
+            specs = told(analysis, subject.space.specs(candidate.layout))
+            module = lower_step(analysis, specs, target)
             request = request_for(module, target, None, 900.0)
             jobs.append((candidate, said, module, pool.submit(compile_in_process, request)))
         for candidate, said, module, job in jobs:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost import FRESH_FROM_BYTES
+from autoshard.target.cost import FRESH_FROM_BYTES
 from experiments.ranks import Parts, log_times, times
 
 PATH = pathlib.Path(__file__).parents[1] / "results" / "fidelity.jsonl.xz"

@@ -22,12 +22,12 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from autoshard.host import machine
-from autoshard.pricing import cost_model
-from autoshard.program import trace
-from autoshard.strategy import Beam
-from autoshard.subjects import make_subject
-from autoshard.target import find_target
+from autoshard.lowering.problem import make_subject
+from autoshard.program.program import trace
+from autoshard.rungs.profile.calibration_files import cost_model
+from autoshard.target.host import machine
+from autoshard.target.target import find_target
+from autoshard.tuner.strategy import Beam
 from experiments import pod_tasks
 from experiments.rung1_search import climb
 

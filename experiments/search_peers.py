@@ -25,12 +25,12 @@ import jax
 from absl import app, flags
 from rich.console import Console
 
-from autoshard.cost import MODEL_REVISION
-from autoshard.pricing import cost_model
-from autoshard.program import trace
-from autoshard.strategy import Beam, Strategy
-from autoshard.subjects import make_subject
-from autoshard.target import find_target
+from autoshard.lowering.problem import make_subject
+from autoshard.program.program import trace
+from autoshard.rungs.profile.calibration_files import cost_model
+from autoshard.target.cost import MODEL_REVISION
+from autoshard.target.target import find_target
+from autoshard.tuner.strategy import Beam, Strategy
 from experiments.fidelity_parts.peers_page import peers_table
 from experiments.fidelity_parts.store import commit, seen_on
 from experiments.pages import as_rich

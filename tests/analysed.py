@@ -8,18 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard import lowering
-from autoshard.analysis import Analysis
-from autoshard.cost import KINDS, Constants, CostModel, LinkCost
-from autoshard.driver import Subject
-from autoshard.layout import Layout
-from autoshard.program import sample_batch, trace
+from autoshard.lowering import lower as lowering
+from autoshard.lowering.problem import Subject, make_subject
+from autoshard.program.analysis import Analysis
+from autoshard.program.program import sample_batch, trace
+from autoshard.records.layout import Layout
+from autoshard.records.trial import Estimate
 from autoshard.rungs.propagate import Propagator
-from autoshard.space import Space
-from autoshard.strategy import baselines
-from autoshard.subjects import make_subject
-from autoshard.target import Target, find_target
-from autoshard.trial import Estimate
+from autoshard.space.baselines import baselines
+from autoshard.space.space import Space
+from autoshard.target.cost import KINDS, Constants, CostModel, LinkCost
+from autoshard.target.target import Target, find_target
 from autoshard.workload import Workload
 from tests import programs
 from tests.compiled import compiled

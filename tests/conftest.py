@@ -8,8 +8,8 @@ import hypothesis
 import jax
 import pytest
 
-from autoshard import calibrate
-from autoshard.compat.tracers import origins_unsaid
+from autoshard.compat.jaxpr.tracers import origins_unsaid
+from autoshard.rungs.profile import calibration as calibrate
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Other work may share the machine: slow is no failure.
@@ -101,7 +101,7 @@ def searched(tmp_path_factory, calibration):
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory):
     """A worker that stays warm: starting one for each search would take most of the time."""
-    from autoshard.rungs.worker import WorkerProcess, WorkerSettings
+    from autoshard.rungs.worker.process import WorkerProcess, WorkerSettings
 
     folder = str(tmp_path_factory.mktemp("compiler"))
     worker = WorkerProcess(WorkerSettings(platform="cpu", device_count=8, folder=folder))
@@ -113,8 +113,8 @@ def compiler(tmp_path_factory):
 def quick(calibration, compiler, monkeypatch):
     """Searches without measuring, in about a second."""
     import autoshard
-    from autoshard.driver import compiling
-    from autoshard.rungs.compile_job import compile_module_job
+    from autoshard.rungs.compile.job import compile_module_job
+    from autoshard.tuner import compiling
     from tests import workloads
 
     monkeypatch.setattr(

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from autoshard.catalogue import Chip, Figure, Link
-from autoshard.compat.compilers import compiler_version, install_command
-from autoshard.topology import Topology
+from autoshard.compat.xla.compilers import compiler_version, install_command
+from autoshard.target.catalogue import Chip, Figure, Link
+from autoshard.target.topology import Topology
 
 
 def figure(value: float, unit: str = "") -> Figure:

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from autoshard.layout import Layout, Whole, Wording, rules
+from autoshard.records.layout import Layout, Whole, Wording, rules
 
 AXES = ("batch", "embed", "mlp", "heads")
 NAMES = ("x", "y", "z", "w")

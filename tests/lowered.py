@@ -10,8 +10,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.layout import Spec
-from autoshard.module import ArraySpec, Module
+from autoshard.records.layout import Spec
+from autoshard.records.module import ArraySpec, Module
 
 MeshShape = tuple[tuple[str, int], ...]
 BATCH, WIDTH, HIDDEN, HEADS = 16, 16, 32, 2

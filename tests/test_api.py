@@ -13,18 +13,23 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import api, calibrate, calibrations
-from autoshard.driver import compiling, ledger
-from autoshard.driver.search import FIRST_WAVE_ROUNDS
-from autoshard.layout import Candidate
-from autoshard.lowering import lower_step
-from autoshard.program import trace
-from autoshard.rungs import numerics
-from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.worker import worker_here
-from autoshard.subjects import make_subject
-from autoshard.target import find_target
-from autoshard.trial import Estimate, Failure, Kind, Measurement, Stage
+from autoshard import api
+from autoshard.lowering.lower import lower_step
+from autoshard.lowering.problem import make_subject
+from autoshard.program.program import trace
+from autoshard.records.layout import Candidate
+from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage
+from autoshard.rungs.profile import calibration as calibrate
+from autoshard.rungs.profile import calibration_files as calibrations
+from autoshard.rungs.profile import numerics
+from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.worker.process import worker_here
+from autoshard.target.target import find_target
+from autoshard.tuner import compiling
+from autoshard.tuner import loop as driver_search
+from autoshard.tuner import state as ledger
+from autoshard.tuner.loop import FIRST_WAVE_ROUNDS
 from tests import workloads
 from tests.workloads import lines, mlp, write_lines
 
@@ -149,6 +154,14 @@ def test_a_tiny_limit_of_seconds_still_gives_a_plan_and_says_so(quick):
     assert {t.baseline for t in plan.evidence.trials} == BASELINES
 
 
+def test_a_search_that_has_time_left_says_what_was_cut_short(quick, monkeypatch):
+    """The share of rung 1 is spent, and most of the time is not."""
+    monkeypatch.setattr(driver_search, "RUNG1_SHARE", 0.0)
+    plan = quick(budget=dataclasses.replace(workloads.UNMEASURED, seconds=3600.0))
+    assert plan.evidence.ended == "cut short: judging layouts"
+    assert "(cut short: judging layouts)" in str(plan)
+
+
 @pytest.mark.parametrize(
     ("stage", "text"), [(Stage.PROPAGATE, "propagating"), (Stage.COMPILE, "compiling")]
 )
@@ -209,8 +222,6 @@ def test_a_failed_check_and_no_time_for_others_leave_these_to_the_estimates(
     late = ledger.Ledger.late
 
     def is_late(self, share):
-        if checked:
-            self.ended = "out of time"
         return bool(checked) or late(self, share)
 
     monkeypatch.setattr(ledger.Ledger, "late", is_late)
@@ -355,7 +366,7 @@ def test_a_candidate_that_computes_something_else_never_becomes_the_plan(
     target = searched.plan.target
     right = make_subject(trace(mlp()), target, "free", None)
     wrong = make_subject(trace(mlp(rate=0.101)), target, "free", None)
-    key = right.space.specs(culprit.layout).key()
+    key = told(right.analysis, right.space.specs(culprit.layout)).key()
 
     def lower(analysis, specs, target):
         return lower_step(wrong.analysis if specs.key() == key else analysis, specs, target)

@@ -11,18 +11,12 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import (
-    JournalError,
-    LayoutError,
-    NoPlanError,
-    TargetError,
-    WorkloadError,
-    no_plan,
-)
-from autoshard.driver import compiling
-from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.numerics import LeafError, NumericsReport
-from autoshard.trial import Estimate, Failure, Kind, Stage
+from autoshard import JournalError, LayoutError, NoPlanError, TargetError, WorkloadError
+from autoshard.records.trial import Estimate, Failure, Kind, Stage
+from autoshard.rungs.profile.numerics import LeafError, NumericsReport
+from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.tuner import compiling
+from autoshard.tuner import diagnosis as no_plan
 from tests import workloads
 from tests.workloads import mlp, stateless
 
@@ -254,6 +248,27 @@ def test_what_fits_nowhere_is_told_which_knob_value_would_do(quick):
     assert plan.knobs == {"parts": value}
 
 
+def test_advice_traces_the_model_once_for_each_knob_and_says_what_it_raised(quick):
+    """Tracing a large model takes minutes."""
+    traced = []
+
+    def model_fn(parts: int, other: int) -> autoshard.Workload:
+        traced.append((parts, other))
+        if other > 1:
+            raise ArithmeticError("the user's own: other is 1 at most\nand more lines")
+        return in_parts(1)
+
+    with pytest.raises(NoPlanError) as caught:
+        quick(model_fn, knobs={"parts": (1,), "other": (1,)}, memory_bytes=100_000, budget=SMALL)
+    text = str(caught.value)
+    assert traced == [(1, 1), (1, 8), (8, 1)]
+    said = "other=8 cannot be judged: ArithmeticError: the user's own: other is 1 at most."
+    assert said in text.splitlines()
+    assert re.search(
+        r"^parts=8: by rung 1 about .* MiB on .*, which is still too much\.$", text, re.M
+    )
+
+
 def test_only_what_fits_is_planned(quick, searched):
     """With room for some layouts, the plan is one of them, whatever is faster."""
     compiled = [t.compiled for t in searched.plan.evidence.trials if t.compiled and t.baseline]
@@ -474,12 +489,21 @@ def test_a_seed_that_draws_no_batch_is_told_at_once():
         autoshard.search(None, jax.devices(), seed=-1)
 
 
-def test_a_callback_that_raises_ends_the_search_with_its_own_error(quick):
-    def callback(event):
-        raise RuntimeError("the progress bar broke")
+@pytest.mark.parametrize("stage", [Stage.TRACE, Stage.PROPAGATE, Stage.COMPILE])
+def test_a_callback_that_raises_costs_no_search(quick, caplog, stage):
+    told, others = [], []
 
-    with pytest.raises(RuntimeError, match="the progress bar broke"):
-        quick(callbacks=(callback,))
+    def callback(event):
+        told.append(event)
+        if event.stage is stage:
+            raise ZeroDivisionError("the user's own mistake")
+
+    plan = quick(callbacks=(callback, others.append))
+    assert plan.evidence.ended == "finished"
+    assert told[-1].stage is stage and sum(e.stage is stage for e in told) == 1
+    assert len(others) > len(told)
+    (record,) = (r for r in caplog.records if r.levelname == "ERROR")
+    assert "not called again" in record.message and "own mistake" in caplog.text
 
 
 def test_an_executor_of_processes_works(calibration):

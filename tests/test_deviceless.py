@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.cost import CostModel
-from autoshard.meshes import mesh_shapes
-from autoshard.neighbours import drafts, swaps
-from autoshard.network import Network
-from autoshard.pricing import catalogued
+from autoshard.records.trial import Estimate, Failure, Kind
 from autoshard.rungs.propagate import Propagator
-from autoshard.strategy import baselines
-from autoshard.target import find_target
-from autoshard.topology import Topology
-from autoshard.trial import Estimate, Failure, Kind
+from autoshard.space.baselines import baselines
+from autoshard.space.meshes import mesh_shapes
+from autoshard.space.moves import drafts, swaps
+from autoshard.target.catalogued import catalogued
+from autoshard.target.cost import CostModel
+from autoshard.target.network import Network
+from autoshard.target.target import find_target
+from autoshard.target.topology import Topology
 from experiments.zoo.cases import of_size
 from models.vit import VIT_B16
 from tests import analysed, workloads
@@ -170,7 +170,7 @@ def test_compiles_over_their_time_limit_are_killed_and_told(platform: str, name:
 
 
 def test_a_compiler_that_is_not_installed_is_named_with_the_command(monkeypatch) -> None:
-    from autoshard import target
+    from autoshard.target import target
 
     def missing(platform: str) -> str:
         raise autoshard.TargetError(f"pip install 'autoshard[{platform}]'")
@@ -187,8 +187,8 @@ def test_unknown_hardware_is_refused_before_anything_else() -> None:
 
 def test_an_oom_of_the_compiler_is_a_typed_failure() -> None:
     """libtpu refuses with its true figures; they say how far the nearest layout is."""
-    from autoshard.no_plan import _peak
-    from autoshard.trial import Stage, Trial
+    from autoshard.records.trial import Stage, Trial
+    from autoshard.tuner.diagnosis import _peak
 
     target = dataclasses.replace(find_target(jax.devices()[:8]), topology=tpu(2, 2, 2), devices=())
     trial = Trial(
@@ -200,7 +200,7 @@ def test_an_oom_of_the_compiler_is_a_typed_failure() -> None:
 
 
 def test_no_advice_goes_beyond_the_memory_that_hardware_has() -> None:
-    from autoshard.no_plan import _more_memory
+    from autoshard.tuner.diagnosis import _more_memory
 
     here = find_target(jax.devices()[:8], 15_000_000_000)
     there = dataclasses.replace(here, topology=tpu(2, 2, 2), devices=())  # 15e9 usable of 16e9

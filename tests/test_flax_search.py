@@ -9,7 +9,7 @@ from flax import linen as nn
 
 import autoshard
 from autoshard.integrations.flax import linen_workload, nnx_model, nnx_workload
-from autoshard.trial import Measurement
+from autoshard.records.trial import Measurement
 from models import decoder
 
 CONFIG = decoder.DecoderConfig(

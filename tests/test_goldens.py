@@ -8,10 +8,10 @@ import jax
 import pytest
 
 import autoshard
-from autoshard.calibrations import _kept
-from autoshard.journal import Journal
-from autoshard.plan_file import read_plan
-from autoshard.trial import Estimate, Measurement
+from autoshard.plan.file import read_plan
+from autoshard.records.trial import Estimate, Measurement
+from autoshard.rungs.profile.calibration_files import _kept
+from autoshard.tuner.journal import Journal
 from tests.goldens.make import CASES, input_shardings
 
 FOLDER = pathlib.Path(__file__).parent / "goldens"

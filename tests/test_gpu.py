@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.calibrations import calibrated
-from autoshard.live_chips import chip_of_kind
-from autoshard.target import find_target
-from autoshard.trial import Measurement
+from autoshard.records.trial import Measurement
+from autoshard.rungs.profile.calibration_files import calibrated
+from autoshard.target.live_chips import chip_of_kind
+from autoshard.target.target import find_target
 from tests import workloads
 
 pytestmark = pytest.mark.gpu

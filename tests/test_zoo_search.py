@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import pricing
-from autoshard.calibrations import calibrated
 from autoshard.integrations.flax import TrainState
-from autoshard.rungs.worker import WorkerProcess, WorkerSettings
-from autoshard.target import find_target
-from autoshard.trial import Measurement
+from autoshard.records.trial import Measurement
+from autoshard.rungs.profile.calibration_files import calibrated
+from autoshard.rungs.worker.process import WorkerProcess, WorkerSettings
+from autoshard.target import catalogued as pricing
+from autoshard.target.target import find_target
 from experiments.zoo.cases import CASES, case
 from tests.compiled import known_options
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from autoshard.compat.tracers import origins_unsaid
+from autoshard.compat.jaxpr.tracers import origins_unsaid
 from autoshard.errors import WorkloadError
 from autoshard.workload import Workload
 

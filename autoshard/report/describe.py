@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from autoshard.layout import Wording
-from autoshard.report.explain import explain, numerics
-from autoshard.report.words import (
+from autoshard.records.layout import Wording
+from autoshard.records.trial import Estimate, Failure, Measurement, Stage, Trial, relative_time
+from autoshard.records.words import (
     Unit,
     figure,
     folded,
@@ -17,10 +17,10 @@ from autoshard.report.words import (
     time_unit,
     traffic_in_words,
 )
-from autoshard.trial import Estimate, Failure, Measurement, Stage, Trial, relative_time
+from autoshard.report.explain import explain, numerics
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.plan.plan import Plan
 
 _LONGEST = 12
 _MOST_PATHS = 2

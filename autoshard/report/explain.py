@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from autoshard.report.words import mebibytes, power, seconds
-from autoshard.trial import Estimate, Failure, Measurement, Trial, paired_ratio
+from autoshard.records.trial import Estimate, Failure, Measurement, Trial, paired_ratio
+from autoshard.records.words import mebibytes, power, seconds
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.plan.plan import Plan
 
 
 def explain(plan: "Plan") -> str:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from typing import Protocol, TextIO
 
-from autoshard.budget import Event
-from autoshard.report.words import seconds
-from autoshard.trial import Stage
+from autoshard.records.trial import Stage
+from autoshard.records.words import seconds
+from autoshard.tuner.budget import Event
 
 _REFRESH_S = 0.5
 _STAGES = {
@@ -120,7 +120,10 @@ def _terminal_line() -> Iterator[Line]:
             return
         # What else is printed meanwhile goes above the line.
         console = Console(file=stream, force_terminal=True)
-        with Live(console=console, transient=True, auto_refresh=False) as live:
+        same = sys.stdout is not None and sys.stdout.isatty()
+        with Live(
+            console=console, transient=True, auto_refresh=False, redirect_stdout=same
+        ) as live:
 
             class Rich:
                 def write(self, text: str) -> None:

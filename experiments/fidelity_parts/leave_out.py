@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 
-from autoshard.cost import Correction
+from autoshard.target.cost import Correction
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autoshard.budget import Budget, Callback
-from autoshard.driver.ledger import Ledger
-from autoshard.module import Module
-from autoshard.plan_file import read_plan
-from autoshard.rounds import by_round
-from autoshard.rungs.race import Runner
-from autoshard.trial import Stage
+from autoshard.plan.file import read_plan
+from autoshard.records.module import Module
+from autoshard.records.rounds import by_round
+from autoshard.records.trial import Stage
+from autoshard.rungs.profile.race import Runner
+from autoshard.tuner.budget import Budget, Callback
+from autoshard.tuner.state import Ledger
 from experiments import pairs
 from experiments.fidelity_parts import opening, timing
 from experiments.fidelity_parts.opening import Opened, Opening, Settings

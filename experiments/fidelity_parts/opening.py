@@ -7,21 +7,21 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autoshard.calibrate import REVISION as CALIBRATION_REVISION
-from autoshard.calibrate import calibrate
-from autoshard.cost import CostModel
-from autoshard.driver.compiling import Compiling
-from autoshard.driver.ledger import Ledger, Row
 from autoshard.errors import PlanError
-from autoshard.journal import Journal
-from autoshard.module import Module
-from autoshard.plan_file import PlanRecord, differences
-from autoshard.rungs.bench import Benches
-from autoshard.rungs.bench_client import ChildBench
-from autoshard.rungs.executables import is_kept
-from autoshard.rungs.inputs import make_inputs
-from autoshard.rungs.race import Runner
-from autoshard.trial import Estimate, Failure, Stage
+from autoshard.plan.file import PlanRecord, differences
+from autoshard.records.module import Module
+from autoshard.records.trial import Estimate, Failure, Stage
+from autoshard.rungs.compile.store import is_kept
+from autoshard.rungs.profile.calibration import REVISION as CALIBRATION_REVISION
+from autoshard.rungs.profile.calibration import calibrate
+from autoshard.rungs.profile.inputs import make_inputs
+from autoshard.rungs.profile.race import Runner
+from autoshard.rungs.profile.runner import Benches
+from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.target.cost import CostModel
+from autoshard.tuner.compiling import Compiling
+from autoshard.tuner.journal import Journal
+from autoshard.tuner.state import Ledger, Row
 from experiments.fidelity_parts import sampling, timing
 from experiments.fidelity_parts.program_json import program_to_json
 from experiments.fidelity_parts.reopening import OtherProgramsError, reopened

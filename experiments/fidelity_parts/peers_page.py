@@ -4,7 +4,7 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.report.words import seconds
+from autoshard.records.words import seconds
 from experiments.pages import Cell, Table
 
 SHARE = 0.1

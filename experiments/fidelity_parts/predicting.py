@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.budget import Budget, Callback
-from autoshard.cost import MODEL_REVISION
-from autoshard.driver.compiling import Compiling
-from autoshard.journal import opened
-from autoshard.trial import Estimate
+from autoshard.records.trial import Estimate
+from autoshard.target.cost import MODEL_REVISION
+from autoshard.tuner.budget import Budget, Callback
+from autoshard.tuner.compiling import Compiling
+from autoshard.tuner.journal import opened
 from experiments.fidelity_parts.program_json import rung_to_json
 from experiments.fidelity_parts.reopening import borrowed, reopened
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, read, write

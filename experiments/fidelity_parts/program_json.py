@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.driver.ledger import Row
-from autoshard.rungs.race import Runner
-from autoshard.trial import Estimate, Failure
+from autoshard.records.trial import Estimate, Failure
+from autoshard.rungs.profile.race import Runner
+from autoshard.tuner.state import Row
 
 _RUNG: tuple[str, ...] = (
     "time_s",

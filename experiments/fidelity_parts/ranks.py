@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.rounds import trimmed_mean
+from autoshard.records.rounds import trimmed_mean
 from experiments.agreement import kendall, tau
 
 Rounds = Mapping[int, float]

@@ -10,14 +10,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.budget import Budget, Callback
-from autoshard.calibrations import calibrated
-from autoshard.cost import Constants, CostModel
-from autoshard.driver.ledger import Ledger
-from autoshard.host import machine
-from autoshard.journal import Journal
-from autoshard.layout import Candidate
-from autoshard.module import Module
+from autoshard.records.layout import Candidate
+from autoshard.records.module import Module
+from autoshard.rungs.profile.calibration_files import calibrated
+from autoshard.target.cost import Constants, CostModel
+from autoshard.target.host import machine
+from autoshard.tuner.budget import Budget, Callback
+from autoshard.tuner.journal import Journal
+from autoshard.tuner.state import Ledger
 from experiments.fidelity_parts import sampling
 from experiments.fidelity_parts.store import Case, Store, Task, seen_on
 

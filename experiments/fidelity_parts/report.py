@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.cost import Correction
-from autoshard.rounds import by_round
+from autoshard.records.rounds import by_round
+from autoshard.target.cost import Correction
 from experiments import pairs
 from experiments.fidelity_parts import leave_out, ranks, regret
 from experiments.fidelity_parts.goals import judged

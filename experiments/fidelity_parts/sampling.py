@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator, Sequence, Set
 
 import jax
 
-from autoshard.budget import Budget, Callback
-from autoshard.cost import CostModel
-from autoshard.driver.compiling import Compiling
-from autoshard.driver.ledger import Ledger, Row
-from autoshard.driver.promoting import baseline_rows
-from autoshard.driver.propagating import propagate_all
-from autoshard.journal import Journal
-from autoshard.layout import Candidate
+from autoshard.lowering.problem import make_subject, trace_all
+from autoshard.records.layout import Candidate
 from autoshard.rungs.propagate import Propagator
-from autoshard.subjects import make_subject, trace_all
-from autoshard.target import Target, find_target
+from autoshard.target.cost import CostModel
+from autoshard.target.target import Target, find_target
+from autoshard.tuner.budget import Budget, Callback
+from autoshard.tuner.compiling import Compiling
+from autoshard.tuner.journal import Journal
+from autoshard.tuner.promoting import baseline_rows
+from autoshard.tuner.propagating import propagate_all
+from autoshard.tuner.state import Ledger, Row
 from experiments.agreement import walk
 from experiments.draws import Draw, Draws, fastest, uniform
 from experiments.fidelity_parts.store import Case, Store, Task

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 import autoshard
-from autoshard.plan import Plan
-from autoshard.trial import Failure, Measurement, Trial
+from autoshard.plan.plan import Plan
+from autoshard.records.trial import Failure, Measurement, Trial
 from experiments.fidelity_parts.store import Case, Store, Task, provenance, write
 
 

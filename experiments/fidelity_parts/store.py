@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from autoshard import Workload
-from autoshard.compat.threads import threads_asked
-from autoshard.cost import MODEL_REVISION
+from autoshard.compat.xla.threads import threads_asked
 from autoshard.errors import LayoutError
-from autoshard.host import machine
-from autoshard.layout import Candidate
+from autoshard.records.layout import Candidate
+from autoshard.target.cost import MODEL_REVISION
+from autoshard.target.host import machine
 from experiments import pairs
 
 PARTS = ("search", "sample", "hand")

@@ -8,10 +8,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from autoshard.module import Module
-from autoshard.rungs.bench import Benches
-from autoshard.rungs.race import COMPLETE, INTERRUPTED, Footprint, RaceSettings, Runner, race
-from autoshard.trial import Failure, Kind, Stage
+from autoshard.records.module import Module
+from autoshard.records.trial import Failure, Kind, Stage
+from autoshard.rungs.profile.race import (
+    COMPLETE,
+    INTERRUPTED,
+    Footprint,
+    RaceSettings,
+    Runner,
+    race,
+)
+from autoshard.rungs.profile.runner import Benches
 from experiments import pairs
 
 

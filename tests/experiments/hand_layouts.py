@@ -14,8 +14,8 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from autoshard import hlo
 from autoshard.integrations.flax import TrainState
+from autoshard.rungs.compile import hlo
 from experiments.handwritten import steps, train_steps, trainer
 from experiments.handwritten.layouts import Rules
 from experiments.zoo.cases import CASES, case

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from autoshard.cost import CostModel
-from autoshard.driver.ledger import Row
-from autoshard.layout import Candidate, Layout
-from autoshard.strategy import baselines
-from autoshard.trial import Estimate, Failure, Kind, Rung, Stage
+from autoshard.records.layout import Candidate, Layout
+from autoshard.records.trial import Estimate, Failure, Kind, Rung, Stage
+from autoshard.space.baselines import baselines
+from autoshard.target.cost import CostModel
+from autoshard.tuner.state import Row
 from experiments.agreement import Point, figures_of, summary, tau, walk
 from experiments.draws import Draws, uniform
 from tests.analysed import CONSTANTS, subject

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from autoshard.cost import Correction
+from autoshard.target.cost import Correction
 from experiments import pages
 from experiments.fidelity_parts import leave_out, peers_page, ranks, regret, report, tables
 from experiments.fidelity_parts.goals import GOALS

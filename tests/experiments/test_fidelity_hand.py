@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from autoshard.layout import Candidate, Layout
+from autoshard.records.layout import Candidate, Layout
 from experiments.fidelity_parts import hand, report, searching, store
 from experiments.fidelity_parts.store import Store, Task
 from tests import workloads

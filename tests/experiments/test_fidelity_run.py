@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.calibrations import calibrated
-from autoshard.cost import MODEL_REVISION, Constants
-from autoshard.driver.compiling import Compiling
-from autoshard.journal import Journal
-from autoshard.pricing import cost_model
-from autoshard.target import Target
-from autoshard.trial import Failure, Kind, Measurement, Stage
+from autoshard.records.trial import Failure, Kind, Measurement, Stage
+from autoshard.rungs.profile.calibration_files import calibrated, cost_model
+from autoshard.target.cost import MODEL_REVISION, Constants
+from autoshard.target.target import Target
+from autoshard.tuner.compiling import Compiling
+from autoshard.tuner.journal import Journal
 from experiments import pairs
 from experiments.fidelity_parts import (
     measuring,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autoshard.catalogue import catalogue
+from autoshard.target.catalogue import catalogue
 from experiments import gpu_check
 from tests.analysed import CONSTANTS
 

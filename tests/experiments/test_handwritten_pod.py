@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from autoshard.cost import CostModel
-from autoshard.target import find_target
-from autoshard.trial import Failure
+from autoshard.records.trial import Failure
+from autoshard.target.cost import CostModel
+from autoshard.target.target import find_target
 from experiments import hand_judge
 from experiments.handwritten_pod.baselines import Baseline, baselines
 from experiments.handwritten_pod.step import train_step

@@ -6,12 +6,12 @@ import pickle
 import jax
 import pytest
 
-from autoshard.compat.deviceless import Hardware
-from autoshard.compat.executable import MemoryUse
-from autoshard.rungs.compile_job import CompileRequest, CompileResult, request_for
-from autoshard.rungs.worker import WorkerSettings
-from autoshard.target import find_target
-from autoshard.trial import Failure, Kind, Stage
+from autoshard.compat.xla.deviceless import Hardware
+from autoshard.compat.xla.executable import MemoryUse
+from autoshard.records.trial import Failure, Kind, Stage
+from autoshard.rungs.compile.job import CompileRequest, CompileResult, request_for
+from autoshard.rungs.worker.process import WorkerSettings
+from autoshard.target.target import find_target
 from experiments import kept_compiles
 from experiments.kept_compiles import KeptCompiles
 from tests import lowered

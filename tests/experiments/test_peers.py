@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from autoshard.strategy import Beam, Seen, baselines
-from autoshard.trial import Estimate
+from autoshard.records.trial import Estimate
+from autoshard.space.baselines import baselines
+from autoshard.tuner.strategy import Beam, Seen
 from experiments.rung1_search import climb
 from tests.analysed import COST, analyse, judge, subject
 from tests.programs import biased_pair

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.analysis import analyse
-from autoshard.program import trace
-from autoshard.trial import Estimate
+from autoshard.program.analysis import analyse
+from autoshard.program.program import trace
+from autoshard.records.trial import Estimate
 from experiments.pod_tasks import task
 from tests.compiled import compiled
 

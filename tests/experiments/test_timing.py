@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from autoshard.errors import WorkerError
-from autoshard.trial import Failure, Kind, Stage
+from autoshard.records.trial import Failure, Kind, Stage
 from experiments.fidelity_parts import timing
 
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import autoshard
-from autoshard.trial import Measurement
+from autoshard.records.trial import Measurement
 from experiments import sizes, tasks
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -25,13 +25,13 @@ import jax
 import numpy as np
 
 import autoshard
-from autoshard.layout import Layout, Whole, Wording
-from autoshard.plan import Evidence, Plan
-from autoshard.program import trace
-from autoshard.space import Space
-from autoshard.strategy import baselines
-from autoshard.subjects import make_subject
-from autoshard.target import find_target
+from autoshard.lowering.problem import make_subject
+from autoshard.plan.plan import Evidence, Plan
+from autoshard.program.program import trace
+from autoshard.records.layout import Layout, Whole, Wording
+from autoshard.space.baselines import baselines
+from autoshard.space.space import Space
+from autoshard.target.target import find_target
 from tests import programs, workloads
 
 FEW = autoshard.Budget(candidates=6, compiles=3, profiles=2, rounds=3)

@@ -11,12 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import WorkloadError
 from autoshard.integrations import flax as flax_file
-from autoshard.integrations.flax import (
-    linen_variables,
-    linen_workload,
-    nnx_model,
-    nnx_workload,
-)
+from autoshard.integrations.flax import linen_variables, linen_workload, nnx_model, nnx_workload
 
 BATCH = {
     "x": jax.ShapeDtypeStruct((16, 4), jnp.float32),

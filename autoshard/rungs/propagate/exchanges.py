@@ -8,11 +8,11 @@ the same in more ways).
 
 from collections.abc import Iterator
 
+from autoshard.records.subaxes import ways
+from autoshard.records.trial import Collective
+from autoshard.records.windows import Window, Windowed, reach
 from autoshard.rungs.propagate.local_shapes import LocalShapes
 from autoshard.rungs.propagate.operations import WindowedOperation
-from autoshard.subaxes import ways
-from autoshard.trial import Collective
-from autoshard.windows import Window, Windowed, reach
 
 
 def window_exchanges(local: LocalShapes) -> list[Collective]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from autoshard.compat.judged import Judged
-from autoshard.compat.reshards import Division
+from autoshard.compat.shardy.partitioned_program import Judged
+from autoshard.compat.shardy.reshards import Division
+from autoshard.records.subaxes import ways
 from autoshard.rungs.propagate.operations import Operations
-from autoshard.specs import Specs
-from autoshard.subaxes import ways
+from autoshard.space.specs import Specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

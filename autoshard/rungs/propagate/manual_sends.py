@@ -1,11 +1,11 @@
 """The collectives of the user's own manual regions (`shard_map`)."""
 
-from autoshard.groups import groups_of_axes, partners_in_groups, partners_in_pairs
-from autoshard.layout import MeshShape
+from autoshard.records.groups import groups_of_axes, partners_in_groups, partners_in_pairs
+from autoshard.records.layout import MeshShape
+from autoshard.records.subaxes import ways
+from autoshard.records.trial import Collective
 from autoshard.rungs.propagate.local_shapes import LocalShapes
 from autoshard.rungs.propagate.operations import ManualSend
-from autoshard.subaxes import ways
-from autoshard.trial import Collective
 
 
 def manual_collectives(local: LocalShapes) -> list[Collective]:

@@ -16,15 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.compat.stablehlo import MANUAL
+from autoshard.compat.shardy.stablehlo import MANUAL
 from autoshard.rungs.propagate.kernels import Kernels, updates_in_place
-from autoshard.rungs.propagate.operations import (
-    BORDERS,
-    HEAVY,
-    UPDATE,
-    Loop,
-    Operations,
-)
+from autoshard.rungs.propagate.operations import BORDERS, HEAVY, UPDATE, Loop, Operations
 
 _PASSES_ON = BORDERS | {"stablehlo.optimization_barrier"}
 _JOINS = frozenset({"stablehlo.concatenate", "stablehlo.pad"})

@@ -10,20 +10,20 @@ import math
 import weakref
 from typing import NamedTuple
 
-from autoshard.analysis import Analysis
-from autoshard.arithmetic import (
+from autoshard.compat.shardy import stablehlo
+from autoshard.compat.shardy.ragged import ragged_flops
+from autoshard.compat.shardy.windows import convolution_flops, windows_of
+from autoshard.program.analysis import Analysis
+from autoshard.records.arithmetic import (
     cholesky_flops,
     fft_flops,
     product_flops,
     sort_flops,
     triangular_solve_flops,
 )
-from autoshard.compat import stablehlo
-from autoshard.compat.ragged import ragged_flops
-from autoshard.compat.windows import convolution_flops, windows_of
-from autoshard.precision import multiplied_as
+from autoshard.records.precision import multiplied_as
+from autoshard.records.windows import Windowed
 from autoshard.rungs.propagate.trips import trip_count
-from autoshard.windows import Windowed
 
 
 def _names(*names: str) -> frozenset[str]:

@@ -8,28 +8,25 @@ import time
 
 import numpy as np
 
-from autoshard.analysis import Analysis
-from autoshard.compat import shardings
-from autoshard.compat.judged import Communication, Judged
-from autoshard.compat.partitioner import REFUSALS
-from autoshard.cost import Constants, CostModel
-from autoshard.errors import LayoutError
-from autoshard.layout import Layout
-from autoshard.partitioned import Partition, partitioned
-from autoshard.rungs.failures import declined
+from autoshard.compat.shardy import shardings
+from autoshard.compat.shardy.partitioned_program import Communication, Judged
+from autoshard.errors import LayoutError, PartitionerRefused
+from autoshard.program.analysis import Analysis
+from autoshard.program.sites import site_of_location
+from autoshard.records.layout import Layout
+from autoshard.records.trial import Estimate, Failure, Rung
 from autoshard.rungs.propagate.exchanges import window_exchanges
 from autoshard.rungs.propagate.kernels import find_kernels
 from autoshard.rungs.propagate.local_shapes import LocalShapes, Origins
 from autoshard.rungs.propagate.manual_sends import manual_collectives
 from autoshard.rungs.propagate.memory import Received, find_buffers
 from autoshard.rungs.propagate.operations import operations_of
+from autoshard.rungs.propagate.partition import Partition, partitioned
 from autoshard.rungs.propagate.spmd_collectives import is_folded, spmd_collectives
-from autoshard.sites import site_of_location
-from autoshard.space import Space
-from autoshard.specs import Specs
-from autoshard.trial import Estimate, Failure, Rung
-
-_DECLINED: tuple[type[Exception], ...] = (LayoutError, *REFUSALS)
+from autoshard.rungs.worker.failures import declined
+from autoshard.space.space import Space
+from autoshard.space.specs import Specs
+from autoshard.target.cost import Constants, CostModel
 
 
 class Propagator:
@@ -77,9 +74,9 @@ class Propagator:
                 start -= partition.elapsed_s
             elif specs.mesh:
                 judged = partitioned(self._analysis, specs, self._attributes)
-            return self._estimate(specs, judged, cost, start)
-        except _DECLINED as error:
+        except (LayoutError, PartitionerRefused) as error:
             return declined(error, time.perf_counter() - start)
+        return self._estimate(specs, judged, cost, start)
 
     def _estimate(
         self, specs: Specs, judged: Judged | None, cost: CostModel, start: float

@@ -7,11 +7,11 @@ CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compile
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from autoshard.compat.judged import Communication, Sum
-from autoshard.compat.stablehlo import source_of
-from autoshard.cost import Constants
-from autoshard.subaxes import ways
-from autoshard.trial import Collective
+from autoshard.compat.shardy.partitioned_program import Communication, Sum
+from autoshard.compat.shardy.stablehlo import source_of
+from autoshard.records.subaxes import ways
+from autoshard.records.trial import Collective
+from autoshard.target.cost import Constants
 
 _Axes = tuple[str, ...]
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from autoshard.compat import stablehlo
+from autoshard.compat.shardy import stablehlo
 
 
 def trip_count(

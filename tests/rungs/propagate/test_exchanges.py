@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.layout import Layout, rules
-from autoshard.subjects import Subject
-from autoshard.trial import Collective
+from autoshard.lowering.problem import Subject
+from autoshard.records.layout import Layout, rules
+from autoshard.records.trial import Collective
 from autoshard.workload import Workload
 from tests.analysed import analyse
 from tests.programs import normal, shaped, train
@@ -70,9 +70,7 @@ def test_the_gradient_of_a_convolution_sends_rows_too() -> None:
     def loss(k: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean(convolve(x, k) ** 2)
 
-    of, layout = with_divided_rows(
-        train(loss, lambda: normal(0, 3, 3, 4, 6), shaped(2, 64, 5, 4))
-    )
+    of, layout = with_divided_rows(train(loss, lambda: normal(0, 3, 3, 4, 6), shaped(2, 64, 5, 4)))
     found, real = judged(of, layout, CPU), compiled(of, layout)
     sent = bytes_of(found, "collective_permute")
     assert sent == pytest.approx(bytes_of(real, "collective_permute"), rel=0.01) and sent > 0

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard import lowering
-from autoshard.driver import Subject
-from autoshard.layout import Layout
+from autoshard.lowering import lower as lowering
+from autoshard.lowering.problem import Subject
+from autoshard.records.layout import Layout
 from autoshard.rungs.propagate import Propagator
 from autoshard.workload import Workload
 from tests import programs

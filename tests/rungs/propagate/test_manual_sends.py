@@ -10,17 +10,17 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from autoshard import hlo
-from autoshard.analysis import analyse as analyse_for
-from autoshard.compat import stablehlo
-from autoshard.compat.executable import compile_module
-from autoshard.cost import CostModel
-from autoshard.layout import Layout, rules
-from autoshard.lowering import lower_step
-from autoshard.program import trace
+from autoshard.compat.shardy import stablehlo
+from autoshard.compat.xla.executable import compile_module
+from autoshard.lowering.lower import lower_step
+from autoshard.program.analysis import analyse as analyse_for
+from autoshard.program.program import trace
+from autoshard.records.layout import Layout, rules
+from autoshard.records.trial import Collective, Estimate
+from autoshard.rungs.compile import hlo
 from autoshard.rungs.propagate.manual_sends import collective_of
 from autoshard.rungs.propagate.operations import operations_of
-from autoshard.trial import Collective, Estimate
+from autoshard.target.cost import CostModel
 from autoshard.workload import Workload
 from tests.analysed import CONSTANTS, analyse, propagator, target
 from tests.programs import normal, shaped, train

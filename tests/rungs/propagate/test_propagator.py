@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost import CostModel
-from autoshard.layout import Layout, rules
+from autoshard.compat.shardy import partitioner
+from autoshard.records.layout import Layout, rules
+from autoshard.records.trial import Estimate, Failure, Kind
 from autoshard.rungs.propagate import Propagator
-from autoshard.strategy import baselines
-from autoshard.trial import Estimate, Failure, Kind
+from autoshard.space.baselines import baselines
+from autoshard.target.cost import CostModel
 from autoshard.workload import Workload
 from tests import programs
 from tests.analysed import CONSTANTS, COST, analyse, baseline, judge, propagator, subject
@@ -241,6 +242,22 @@ def test_what_the_partitioner_refuses_is_a_failure(monkeypatch: pytest.MonkeyPat
     outcome = Propagator(of.analysis).judge(of.space, layout, COST)
     assert isinstance(outcome, Failure) and outcome.kind is Kind.UNSUPPORTED, outcome
     assert "parse" in outcome.message
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, TypeError])
+@pytest.mark.parametrize("where", ["_estimate", "read"])
+def test_a_bug_of_the_library_is_no_failure_of_a_layout(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], where: str
+) -> None:
+    """A journal would keep the failure, and the search would silently do without the layout."""
+
+    def broken(*_: object) -> Estimate:
+        raise error("a bug")
+
+    of = subject("custom_derivatives")
+    monkeypatch.setattr(Propagator if where == "_estimate" else partitioner, where, broken)
+    with pytest.raises(error, match="a bug"):
+        Propagator(of.analysis).judge(of.space, baseline(of.space, "data parallel"), COST)
 
 
 def test_judging_leaves_the_base_module_alone() -> None:

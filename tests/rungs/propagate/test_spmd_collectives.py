@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard import hlo
-from autoshard.compat.executable import compile_module
-from autoshard.cost import CostModel
-from autoshard.layout import Layout
-from autoshard.lowering import lower_step
-from autoshard.pricing import cost_model
-from autoshard.rungs.compile_job import CompileResult, compile_in_process, request_for
-from autoshard.subjects import Subject
-from autoshard.target import Target, find_target
-from autoshard.trial import Collective, Estimate
+from autoshard.compat.xla.executable import compile_module
+from autoshard.lowering.lower import lower_step
+from autoshard.lowering.problem import Subject
+from autoshard.records.layout import Layout
+from autoshard.records.trial import Collective, Estimate
+from autoshard.rungs.compile import hlo
+from autoshard.rungs.compile.job import CompileResult, compile_in_process, request_for
+from autoshard.rungs.profile.calibration_files import cost_model
+from autoshard.target.cost import CostModel
+from autoshard.target.target import Target, find_target
 from autoshard.workload import Workload
 from tests.analysed import CONSTANTS, analyse, baseline, propagator, subject, target
 from tests.hardware import needs

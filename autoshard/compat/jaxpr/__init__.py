@@ -1,0 +1,1 @@
+"""Jaxprs and tracers: private and version-dependent names."""

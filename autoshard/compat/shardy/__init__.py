@@ -1,0 +1,1 @@
+"""StableHLO modules and the Shardy partitioner, in process."""

@@ -1,0 +1,1 @@
+"""XLA's compilers, executables, threads and output."""

@@ -1,0 +1,1 @@
+"""From a layout to the program that runs; one search problem for each value of the knobs."""

@@ -1,0 +1,1 @@
+"""The answer: run, save, load, verify, evaluate."""

@@ -1,0 +1,1 @@
+"""Plain data that all parts share."""

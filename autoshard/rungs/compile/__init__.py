@@ -1,0 +1,1 @@
+"""Rung 2: ask the target's own XLA, and read its program."""

@@ -1,0 +1,1 @@
+"""Rung 3: run, check, race, trace; calibration."""

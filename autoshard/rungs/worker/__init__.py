@@ -1,0 +1,1 @@
+"""A process that may be killed."""

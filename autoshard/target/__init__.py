@@ -1,0 +1,1 @@
+"""Where a program runs, and what things cost there."""

@@ -1,0 +1,337 @@
+"""Rung 2 of a search: rows compiled in worker processes, or here for live accelerators."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from autoshard.compat.xla.compilers import compiler_options, compiler_version
+from autoshard.records.module import Module
+from autoshard.records.trial import Estimate, Failure, Kind, Stage
+from autoshard.rungs.compile.estimate import estimate_of
+from autoshard.rungs.compile.hlo import HloError
+from autoshard.rungs.compile.job import (
+    FIRST_PEAK_BYTES,
+    CompileRequest,
+    CompileResult,
+    compile_in_process,
+    compile_on,
+    request_for,
+    workers_for,
+)
+from autoshard.rungs.worker.failures import failure_of
+from autoshard.rungs.worker.pool import worker_threads
+from autoshard.target.host import available_bytes
+from autoshard.tuner.state import Ledger, Row
+
+_SILENT_S = 600.0
+"""Besides two limits of one compile, how long a user's executor may answer nothing: it may start
+machines, and have other work before ours."""
+
+_GRACE_S = 30.0
+"""So long at least a user's executor has for what it was given: also for what a search compiles,
+whose seconds are spent, to return a plan at all. After Ctrl-C it may not be silent for longer."""
+
+
+class _Asked(NamedTuple):
+    """A program that a worker compiles, and the rows, with their keys, that came to it."""
+
+    module: Module
+    rows: list[tuple[Row, str]]
+
+
+class Compiling:
+    """Compiles rows of a ledger.
+
+    Attributes:
+      count: programs that were given to the compiler, answers from the journal included.
+      most: how many programs the search may compile, as its budget says, or by `workers` where that
+        leaves it open.
+    """
+
+    def __init__(self, ledger: Ledger, executor: concurrent.futures.Executor | None):
+        self.count = 0
+        self._ledger = ledger
+        self._executor = executor
+        # The user's executor may compile on other machines, whose programs are not for this one.
+        self._executables = ledger.executables if executor is None else None
+        self._waiting: dict[concurrent.futures.Future[CompileResult | Failure], _Asked] = {}
+        self._theirs = executor is not None
+        # Of a user's executor alone: when it was last given something, and last answered; and what
+        # is said of candidates since it is taken for lost.
+        self._given_s = self._heard_s = 0.0
+        self._lost: Failure | None = None
+        self._in_process = ledger.target.is_here and ledger.target.platform != "cpu"
+        self._free_bytes = available_bytes()
+        self._peaks_bytes: list[int] = []  # of the workers here, after each compile
+        self.most = ledger.budget.compiles_by(self.workers())
+
+    def workers(self) -> int:
+        """How many programs compile at once on this machine, by the largest peak seen so far.
+
+        1 where a user's executor compiles, or this process for its own accelerators.
+        """
+        if self._theirs or self._in_process:
+            return 1
+        peak_bytes = max(self._peaks_bytes, default=FIRST_PEAK_BYTES)
+        return workers_for(self._free_bytes, peak_bytes)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Makes the executor, where the user gave none; ends it and its workers.
+
+        The user's own goes on without what is still in its queue.
+        """
+        if self._executor is not None or self._in_process:
+            try:
+                yield
+            finally:
+                self._cancel()
+            return
+        with worker_threads(self.workers, "autoshard-compile") as pool:
+            self._executor = pool
+            try:
+                yield
+            finally:
+                self._executor = None
+
+    def _compile(self, request: CompileRequest) -> CompileResult | Failure:
+        """Runs in a thread of our own pool, whose limit follows from what it learns here."""
+        result = compile_in_process(request)
+        if isinstance(result, CompileResult) and result.peak_bytes:
+            self._peaks_bytes.append(result.peak_bytes)
+        return result
+
+    def compile(self, indices: list[int], share: float) -> None:
+        """`begin`, then `finish`."""
+        self.begin(indices, share)
+        self.finish()
+
+    def begin(self, indices: list[int], share: float) -> None:
+        """Hands rows to the workers and does not wait; those in the journal are not compiled again.
+
+        Of rows that come to one program the first is compiled; its answer is the others' too.
+
+        Args:
+          share: part of the budget's seconds after which no further row is begun, except the first.
+        """
+        ledger, total = self._ledger, self.most
+        for i in indices:
+            if self.count and ledger.stops("compiling", share):
+                break
+            row = ledger.rows[i]
+            if any(row is other for asked in self._waiting.values() for other, _ in asked.rows):
+                continue
+            key = self.key(row)
+            found = self._recorded(key)
+            if found is not None:
+                row.digest = str(ledger.journal.note(key).get("module", ""))
+                self.count += self._judged_as(row) is None
+                row.compiled = found
+                continue
+            if self._lost is not None:
+                self.count += 1
+                row.compiled = self._lost
+                continue
+            ledger.tell(Stage.COMPILE, self.count + 1 - len(self._waiting), total, "lowering")
+            module = ledger.module_of(row)
+            if isinstance(module, Failure):
+                self.count += 1
+                self._record(row, key, module)
+                continue
+            if (judged := self._judged_as(row)) is not None:
+                self._record(row, key, judged)
+                continue
+            asked = next((a for a in self._waiting.values() if _are_one(a.rows[0][0], row)), None)
+            if asked is not None:
+                asked.rows.append((row, key))
+                continue
+            self.count += 1
+            note = ledger.note("compile", row)
+            if self._executor is None and ledger.journal.attempts(key) > 1:
+                self._record(row, key, _crashed())
+                continue
+            if self._executor is None:
+                # Live accelerators: this process holds them, so it compiles.
+                with ledger.journal.attempted({key: note}):
+                    placed = ledger.target.placed(module.mesh)
+                    result = compile_on(module, placed, self._executables)
+                    self._record(row, key, self._priced(module, result))
+                continue
+            ledger.journal.started(key, note)
+            request = request_for(
+                module,
+                ledger.target,
+                # Another machine may not have this folder, nor may make it.
+                None if self._theirs else ledger.folder_of("workers/compile"),
+                ledger.budget.compile_seconds,
+                self._executables,
+            )
+            try:
+                job = compile_in_process if self._theirs else self._compile
+                future = self._executor.submit(job, request)
+            except RuntimeError as error:  # the user's executor is broken or shut down
+                row.compiled = failure_of(error, Stage.COMPILE, 0.0)
+            else:
+                self._waiting[future] = _Asked(module, [(row, key)])
+                self._given_s = time.perf_counter()
+
+    def finish(self) -> None:
+        """Waits for what was begun, and records it.
+
+        A user's executor is waited for until the budget's seconds are spent, or it has been silent
+        for long: what it still has is then a failure, of which nothing is recorded.
+        """
+        ledger, total = self._ledger, self.most
+        begin = time.perf_counter()
+        while self._waiting:
+            done, _ = concurrent.futures.wait(
+                self._waiting, self._patience_s(), concurrent.futures.FIRST_COMPLETED
+            )
+            if not done:
+                self._give_up(begin)
+                return
+            self._heard_s = time.perf_counter()
+            for future in [f for f in self._waiting if f in done]:  # in the order begun
+                asked = self._waiting.pop(future)
+                try:
+                    result = future.result()
+                except Exception as error:  # the executor lost its worker: no word on the program
+                    for row, _ in asked.rows:
+                        row.compiled = failure_of(error, Stage.COMPILE, 0.0)
+                else:
+                    outcome = self._priced(asked.module, result)
+                    for row, key in asked.rows:
+                        self._record(row, key, outcome)
+                ledger.tell(
+                    Stage.COMPILE, self.count - len(self._waiting), total, "compiling candidates"
+                )
+
+    def _patience_s(self) -> float | None:
+        """How long the next answer is waited for; None without limit: our own workers have one."""
+        if not self._theirs:
+            return None
+        ledger, budget = self._ledger, self._ledger.budget
+        last = max(self._given_s, self._heard_s)
+        if ledger.interrupted:
+            until = last + _GRACE_S
+        else:
+            until = last + _SILENT_S + 2 * budget.compile_seconds
+        if budget.seconds is not None:
+            spent = ledger.start_s + budget.seconds
+            until = min(until, max(spent, self._given_s + _GRACE_S))
+        return min(max(0.0, until - time.perf_counter()), threading.TIMEOUT_MAX)
+
+    def _give_up(self, begin: float) -> None:
+        """Fails what a user's executor has not answered, and takes it back.
+
+        Args:
+          begin: since when it is waited for. If nothing came since, the executor is taken for lost.
+        """
+        failure = self._silence(max(self._given_s, self._heard_s))
+        for asked in self._waiting.values():
+            for row, _ in asked.rows:
+                row.compiled = failure
+        self._cancel()
+        if self._heard_s < begin:
+            self._lost = failure
+
+    def _silence(self, since: float) -> Failure:
+        """What is said of a candidate that a user's executor did not answer."""
+        name, elapsed_s = type(self._executor).__name__, time.perf_counter() - since
+        said, more = f"the executor {name} has answered nothing for {elapsed_s:.1f} s", ""
+        if not self._ledger.interrupted and self._ledger.stops("compiling", 1.0):
+            said += f" and Budget(seconds={self._ledger.budget.seconds:g}) is spent"
+            more = "; or give the search more seconds"
+        return Failure(
+            stage=Stage.COMPILE,
+            kind=Kind.TIMEOUT,
+            message=f"{said}: see whether its workers still run and can be reached, and whether"
+            f" they have other work{more}; without an executor this machine compiles",
+            elapsed_s=elapsed_s,
+        )
+
+    def _cancel(self) -> None:
+        """Takes back what waits; what a worker has begun goes on there until its time limit."""
+        for future in self._waiting:
+            future.cancel()
+        self._waiting.clear()
+
+    def key(self, row: Row) -> str:
+        target = self._ledger.target
+        platform = target.lowering_platform
+        options = compiler_options(platform, deviceless=not target.is_here)
+        apart = target.platform == "tpu"  # libtpu is a package of its own
+        return self._ledger.key(
+            "compile",
+            self._ledger.subject_of(row),
+            row.candidate,
+            platform=target.platform,
+            device=target.device_kind,
+            # Of CPUs and GPUs that are here jaxlib's version says it, which is in every key.
+            compiler="" if target.is_here and not apart else compiler_version(platform),
+            # Without options as it was before they counted: those journals are still found.
+            **({"options": options} if options else {}),
+        )
+
+    def known(self, row: Row) -> bool:
+        """Whether the journal says what the compiler makes of a row."""
+        return self._recorded(self.key(row)) is not None
+
+    def _recorded(self, key: str) -> Estimate | Failure | None:
+        found = self._ledger.journal.find(key)
+        if isinstance(found, (Estimate, Failure)) and not self._may_take_longer(found):
+            return found
+        return None
+
+    def _may_take_longer(self, found: Estimate | Failure) -> bool:
+        """Whether a recorded timeout ran under a shorter limit than today's."""
+        limit_s = self._ledger.budget.compile_seconds
+        return (
+            isinstance(found, Failure) and found.kind is Kind.TIMEOUT and found.elapsed_s < limit_s
+        )
+
+    def _judged_as(self, row: Row) -> Estimate | Failure | None:
+        """What the compiler said of the same program under another row, None if nothing yet."""
+        others = (
+            self._recorded(self.key(other))
+            for other in self._ledger.rows
+            if other is not row and other.compiled is not None and _are_one(other, row)
+        )
+        return next((found for found in others if found is not None), None)
+
+    def _priced(self, module: Module, result: CompileResult | Failure) -> Estimate | Failure:
+        if isinstance(result, Failure):
+            return result
+        try:
+            return estimate_of(module, result, self._ledger.cost)
+        except HloError as error:
+            return Failure(
+                stage=Stage.COMPILE,
+                kind=Kind.UNSUPPORTED,
+                message=f"cannot read the compiled program: {error}",
+                elapsed_s=result.elapsed_s,
+            )
+
+    def _record(self, row: Row, key: str, outcome: Estimate | Failure) -> None:
+        if isinstance(outcome, Estimate) and isinstance(row.propagated, Estimate):
+            outcome = dataclasses.replace(outcome, dropped=row.propagated.dropped)
+        row.compiled = outcome
+        note = self._ledger.note("compile", row)
+        self._ledger.journal.add(key, outcome, {**note, "module": row.digest, "most": self.most})
+
+
+def _are_one(one: Row, other: Row) -> bool:
+    """Whether two rows are known to have come to one program."""
+    return bool(one.digest) and (one.subject, one.digest) == (other.subject, other.digest)
+
+
+def _crashed() -> Failure:
+    return Failure(
+        stage=Stage.COMPILE,
+        kind=Kind.CRASH,
+        message="the process died twice while compiling this program",
+    )

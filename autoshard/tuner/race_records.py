@@ -1,0 +1,125 @@
+"""What the journal is told of one race: what began, failed, was left, and was measured."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from autoshard.records.trial import Failure, Kind, Measurement, Outcome, Stage
+from autoshard.rungs.profile.profile import Judged, Profiles
+from autoshard.tuner.journal import key_of
+from autoshard.tuner.state import Ledger, Row
+
+
+class RaceRecords:
+    """Writes to the journal, and to the rows, as finalists are judged.
+
+    Args:
+      rows: by name of the finalist.
+      keys: the journal's, of each finalist's measurement and of each unsharded step's run, by name.
+      more: what every line says beside the row.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        rows: Mapping[str, Row],
+        keys: Mapping[str, str],
+        more: Mapping[str, object],
+    ):
+        self._ledger = ledger
+        self._rows = rows
+        self._keys = keys
+        self._more = more
+
+    @property
+    def final(self) -> bool:
+        """Whether it is the last race, whose programs are traced."""
+        return self._more.get("wave") == "final"
+
+    def _note(self, name: str) -> dict[str, object]:
+        row = self._rows.get(name)
+        if row is None:  # an unsharded step
+            return {**self._more, "rung": "profile", "baseline": name}
+        return {**self._more, **self._ledger.note("profile", row)}
+
+    def started(self, names: Sequence[str]) -> None:
+        """Programs begin to run that may take the process down."""
+        for name in names:
+            self._ledger.journal.started(self._keys[name], self._note(name))
+
+    def touching(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """They run inside."""
+        return self._ledger.journal.attempted({self._keys[n]: self._note(n) for n in names})
+
+    def died_twice(self, name: str) -> Failure | None:
+        """The crash, recorded, if the process died in the midst of it twice; else None."""
+        found = self._ledger.journal.find(self._keys[name])
+        if name not in self._rows and isinstance(found, Failure):
+            return found
+        if self._ledger.journal.attempts(self._keys[name]) < 2:
+            return None
+        message = "the process died twice while measuring this program"
+        failure = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message=message)
+        self.failed(name, failure)
+        return failure
+
+    def failed(self, name: str, failure: Failure) -> None:
+        """Recorded at once."""
+        if name in self._rows:
+            self._rows[name].profiled = failure
+        self._ledger.journal.add(self._keys[name], failure, self._note(name))
+
+    def measured(self, judged: Judged, first_round: int) -> None:
+        """Recorded in one write, with their places in the ranking.
+
+        Args:
+          first_round: number of the race's first round.
+        """
+        records: list[tuple[str, Outcome, dict[str, object]]] = []
+        for name, outcome in judged.outcomes.items():
+            if isinstance(outcome, Failure):
+                continue
+            row, note = self._rows[name], self._note(name)
+            row.profiled = _joined(row.profiled, outcome, first_round)
+            if name in judged.ranking:
+                note["place"] = judged.ranking.index(name)
+            if judged.cut_short:
+                note["cut_short"] = judged.why_it_ended
+            records.append((self._keys[name], row.profiled, note))
+        self._ledger.journal.add_all(records)
+
+    def traced(self, name: str, devices: Profiles, trace: str) -> None:
+        """Recorded beside the measurement, which stands without it."""
+        row = self._rows[name]
+        found = Measurement(samples_s=(), rounds=(), devices=devices, trace=trace)
+        assert isinstance(row.profiled, Measurement)
+        row.profiled = with_trace(row.profiled, found)
+        note = {**self._note(name), "rung": "trace"}
+        self._ledger.journal.add(trace_key(self._keys[name]), found, note)
+
+
+def trace_key(key: str) -> str:
+    """The journal's key of a trace, from that of the measurement."""
+    return key_of(trace_of=key)
+
+
+def with_trace(measured: Measurement, trace: Measurement) -> Measurement:
+    """A measurement with what was recorded of its trace."""
+    return dataclasses.replace(measured, devices=trace.devices, trace=trace.trace)
+
+
+def _joined(
+    earlier: Measurement | Failure | None, later: Measurement, first_round: int
+) -> Measurement:
+    """Samples of all races of one program, kept together."""
+    later = dataclasses.replace(later, rounds=tuple(first_round + r for r in later.rounds))
+    if not isinstance(earlier, Measurement):
+        return later
+    return dataclasses.replace(
+        later,
+        samples_s=earlier.samples_s + later.samples_s,
+        rounds=earlier.rounds + later.rounds,
+        devices=later.devices or earlier.devices,
+        trace=later.trace or earlier.trace,
+        elapsed_s=earlier.elapsed_s + later.elapsed_s,
+    )
