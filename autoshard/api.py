@@ -113,9 +113,10 @@ def search(
         require_own_devices(target)
         if executor is not None and target.is_here and target.platform != "cpu":
             raise TargetError(
-                f"got an executor for {target.describe()} that are here, expected none: its processes"
-                " do not hold these devices and would compile for their CPUs; leave executor out, or"
-                " name the hardware (autoshard.targets()) to compile for it anywhere"
+                f"got an executor for {target.describe()} that are here, expected none: its"
+                " processes do not hold these devices and would compile for their CPUs; leave"
+                " executor out, or name the hardware (autoshard.targets()) to compile for it"
+                " anywhere"
             )
         if not target.is_here:
             start_jax()

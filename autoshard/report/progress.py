@@ -72,7 +72,7 @@ class Progress:
             self.line.write(self.text(time.monotonic() - self._start_s))
 
     def text(self, elapsed_s: float) -> str:
-        """The line, such as `autoshard 1:05  rung 2 of 3, compiling 3/12: lowering, best 2.0 ms`."""
+        """The line, such as `autoshard 1:05  rung 2 of 3, compiling 3/12: lowering`."""
         event, minutes = self._event, int(elapsed_s) // 60
         done = f" {event.done}/{event.total}" if event.total else ""
         best = "" if event.best_s is None else f", best so far {seconds(event.best_s)}"
