@@ -27,6 +27,7 @@ from autoshard.lowering.problem import (
 from autoshard.plan.load import checked_plan
 from autoshard.plan.plan import Evidence, Plan
 from autoshard.records.trial import Measurement, Stage
+from autoshard.report.progress import shown_progress
 from autoshard.rungs.profile.calibration_files import cost_model
 from autoshard.target.target import Target, find_target, require_own_devices
 from autoshard.tuner import Found, run_search
@@ -54,6 +55,7 @@ def search(
     hardware: str | os.PathLike[str] | None = None,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
 ) -> Plan:
     """Finds the fastest sharding of a train step that fits the devices.
 
@@ -106,56 +108,64 @@ def search(
         raise ValueError(f"seed must be a whole number, got {seed!r}") from error
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}: batches are drawn from it")
-    target = find_target(mesh, memory_bytes, hardware)
-    require_own_devices(target)
-    if executor is not None and target.is_here and target.platform != "cpu":
-        raise TargetError(
-            f"got an executor for {target.describe()} that are here, expected none: its processes"
-            " do not hold these devices and would compile for their CPUs; leave executor out, or"
-            " name the hardware (autoshard.targets()) to compile for it anywhere"
-        )
-    if not target.is_here:
-        start_jax()
-        budget = dataclasses.replace(budget, profiles=0)
-    callbacks = [harmless(callback) for callback in callbacks]
-    limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
+    with shown_progress(progress) as shown:
+        target = find_target(mesh, memory_bytes, hardware)
+        require_own_devices(target)
+        if executor is not None and target.is_here and target.platform != "cpu":
+            raise TargetError(
+                f"got an executor for {target.describe()} that are here, expected none: its"
+                " processes do not hold these devices and would compile for their CPUs; leave"
+                " executor out, or name the hardware (autoshard.targets()) to compile for it"
+                " anywhere"
+            )
+        if not target.is_here:
+            start_jax()
+            budget = dataclasses.replace(budget, profiles=0)
+        callbacks = [harmless(callback) for callback in (shown, *callbacks)]
+        limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
-    def tell(done: int, text: str) -> None:
-        for callback in callbacks:
-            callback(Event(stage=Stage.TRACE, done=done, total=3, text=text))
+        def tell(done: int, text: str) -> None:
+            for callback in callbacks:
+                callback(Event(stage=Stage.TRACE, done=done, total=3, text=text))
 
-    with opened(journal) as log:
-        tell(0, "tracing the step")
-        programs, notes = trace_all(model_fn, knobs, keep_constraints)
-        if shows := dict.fromkeys(line for program in programs for line in program.shows):
-            notes.append(f"the plan shows no values, as your code does at {', '.join(shows)}")
-        if target.is_here and budget.profiles:
-            check_samples(programs, seed)
-        as_subject = functools.partial(make_problem, target=target, mesh_shape=mesh_shape, fix=fix)
-        tell(1, "reading the program")
-        problems, unread = all_subjects(programs, as_subject)
-        notes += unread
-        cost = cost_model(target, calibration, lambda: tell(2, "calibrating: once for a machine"))
-        tell(3, "ready for layouts")
-        folder = log.path.parent if log.path is not None else None
-        found = run_search(
-            problems,
-            target,
-            cost,
-            budget=budget,
-            journal=log,
-            executor=executor,
-            strategy=strategy,
-            seed=seed,
-            callbacks=callbacks,
-            limit_bytes=limit,
-            folder=pathlib.Path(folder).absolute() if folder is not None else None,
-            start_s=start_s,
-        )
-    if not found.ranking:
-        raise NoPlanError(why_no_plan(found, problems, target, cost, limit, model_fn, as_subject))
-    notes += found.notes
-    return _plan(found, problems, target, limit, tuple(notes), cost.constants.digest)
+        with opened(journal) as log:
+            tell(0, "tracing the step")
+            programs, notes = trace_all(model_fn, knobs, keep_constraints)
+            if shows := dict.fromkeys(line for program in programs for line in program.shows):
+                notes.append(f"the plan shows no values, as your code does at {', '.join(shows)}")
+            if target.is_here and budget.profiles:
+                check_samples(programs, seed)
+            as_subject = functools.partial(
+                make_problem, target=target, mesh_shape=mesh_shape, fix=fix
+            )
+            tell(1, "reading the program")
+            problems, unread = all_subjects(programs, as_subject)
+            notes += unread
+            cost = cost_model(
+                target, calibration, lambda: tell(2, "calibrating: once for a machine")
+            )
+            tell(3, "ready for layouts")
+            folder = log.path.parent if log.path is not None else None
+            found = run_search(
+                problems,
+                target,
+                cost,
+                budget=budget,
+                journal=log,
+                executor=executor,
+                strategy=strategy,
+                seed=seed,
+                callbacks=callbacks,
+                limit_bytes=limit,
+                folder=pathlib.Path(folder).absolute() if folder is not None else None,
+                start_s=start_s,
+            )
+        if not found.ranking:
+            raise NoPlanError(
+                why_no_plan(found, problems, target, cost, limit, model_fn, as_subject)
+            )
+        notes += found.notes
+        return _plan(found, problems, target, limit, tuple(notes), cost.constants.digest)
 
 
 def _plan(

@@ -213,6 +213,18 @@ def paired_ratio(a: Measurement, b: Measurement) -> float | None:
     return math.exp(trimmed_mean(logs)) if logs else None
 
 
+def relative_time(fastest: Measurement, other: Measurement) -> float:
+    """How many times as long other's step takes as that of the one that a race ranked first.
+
+    Rankings and tables go by this number, so that they never contradict each other. It is
+    `paired_ratio`, or the ratio of the medians where no round is common. It is at least 1: the race
+    compares all that are left at once, and rounds that only these two have in common may say that
+    other is a little faster.
+    """
+    ratio = paired_ratio(fastest, other)
+    return max(1.0, other.median_s / fastest.median_s if ratio is None else ratio)
+
+
 Outcome = Estimate | Measurement | Failure
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from autoshard.records.trial import Estimate, Failure, Measurement, Trial, paired_ratio
-from autoshard.records.words import mebibytes, seconds
+from autoshard.records.words import mebibytes, power, seconds
 
 if TYPE_CHECKING:
     from autoshard.plan.plan import Plan
@@ -116,13 +116,12 @@ def numerics(plan: "Plan") -> str:
         return f"Numerics: unchecked; plan.check() compares with the unsharded step{where}."
     if measured.numerics == "unsharded":
         return "Numerics: it is the unsharded step, on one device, and stays finite in 2 steps."
-    where = f" at {measured.numerics_where}" if measured.numerics_where else ""
     against = {
         "exact": "the unsharded step",
         "relative": "another layout that fits",
     }[measured.numerics]
-    return (
-        f"Numerics: {measured.numerics}; after 2 steps the change of every state leaf agrees with"
-        f" {against}, beside what rounding does (largest relative error"
-        f" {measured.numerics_error or 0.0:.1e}{where})."
-    )
+    error = f"largest error {power(measured.numerics_error or 0.0)}"
+    if measured.numerics_allowed is not None:
+        error += f", allowed {power(measured.numerics_allowed)}"
+    where = f", at {measured.numerics_where}" if measured.numerics_where else ""
+    return f"Numerics: agrees with {against} after 2 steps ({error}{where})."

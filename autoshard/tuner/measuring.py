@@ -9,7 +9,7 @@ from autoshard.compat.xla.versions import versions
 from autoshard.errors import WorkerError
 from autoshard.lowering.lower import lower_unsharded
 from autoshard.records.module import Module
-from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage
+from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage, relative_time
 from autoshard.rungs.profile import numerics, profile
 from autoshard.rungs.profile.checking import Finalist, Touching
 from autoshard.rungs.profile.inputs import Inputs, make_inputs
@@ -51,8 +51,8 @@ class Measuring:
     """Measures rows of a state in waves.
 
     Attributes:
-      ranking: rows that may be planned, best first: the survivors of the last race in its order,
-        then the others by their own times.
+      ranking: rows that may be planned, best first: the fastest of the last race, then the others
+        by `trial.relative_time` to it.
     """
 
     def __init__(self, state: SearchState, compiled_by: Mapping[str, object]):
@@ -92,7 +92,7 @@ class Measuring:
             return
         self._asked.update(indices)
         keys = {i: self._key(state.rows[i], wave) for i in indices}
-        ranked: list[int] = []
+        races: list[list[int]] = []
         # Programs with one kind of state and batch start from the same values.
         groups: dict[object, list[int]] = {}
         for i in indices:
@@ -111,13 +111,13 @@ class Measuring:
             if not open_:
                 continue
             if (raced := self._raced_before(open_, keys, more, share)) is not None:
-                ranked += self._replayed(raced, keys)
+                races.append(self._replayed(raced, keys))
             else:
                 first = first_round + _APART * state.rows[group[0]].problem
-                ranked += self._race(bench, open_, rounds, first, share, keys, more)
-        if len(groups) > 1:
-            ranked.sort(key=state.time_of)
-        self._rank(ranked)
+                races.append(self._race(bench, open_, rounds, first, share, keys, more))
+        # Times of different races say little: the fastest of one of them comes first.
+        races.sort(key=lambda race: state.time_of(race[0]) if race else float("inf"))
+        self._rank([i for race in races for i in race])
 
     def _race(
         self,
@@ -365,8 +365,19 @@ class Measuring:
         return self._inputs[row.problem]
 
     def _rank(self, ranked: Sequence[int]) -> None:
-        ok = [i for i in ranked if isinstance(self._state.rows[i].profiled, Measurement)]
-        self.ranking = (*ok, *(i for i in self._state.measured() if i not in set(ok)))
+        """Ranks all that is measured: the race's fastest first, the others by their times to it."""
+        rows = self._state.rows
+        measured = {
+            i: found
+            for i in (*ranked, *self.ranking, *self._state.measured())
+            if isinstance(found := rows[i].profiled, Measurement)
+        }
+        fastest = next(iter(measured.values()), None)
+
+        def behind(i: int) -> float:
+            return relative_time(fastest, measured[i]) if fastest else 1.0
+
+        self.ranking = tuple(sorted(measured, key=behind))
 
 
 def footprint(module: Module, peak_bytes: int) -> Footprint:
