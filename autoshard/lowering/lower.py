@@ -71,8 +71,8 @@ def constrained_step(
 def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wrapped:
     """The flat step, jitted: (state leaves, batch leaves) -> (state leaves, metric leaves).
 
-    The state is donated, the batch never. Every site of `specs` is constrained; `minimal_constraints`
-    leaves those out that say nothing new.
+    The state is donated, the batch never. Every site of `specs` is constrained:
+    `minimal_constraints` leaves out beforehand what says nothing new.
     """
     mesh = target.any_mesh(specs.mesh)
     closed = constrained_step(analysis, specs, mesh)

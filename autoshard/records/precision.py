@@ -39,8 +39,8 @@ def effective_matmul_dtype(dtype: str, precisions: Iterable[str], algorithm: str
       The type, for f32 with how it is multiplied: `f32:high`, `f32:highest`, or the type that it is
       cut to, with the number of products where they are several. TF32 is the default of f32.
 
-    >>> effective_matmul_dtype("f32", ["HIGHEST", "HIGHEST"]), effective_matmul_dtype("bf16", ["HIGHEST", "HIGHEST"])
-    ('f32:highest', 'bf16')
+    >>> [effective_matmul_dtype(dtype, ["HIGHEST", "HIGHEST"]) for dtype in ("f32", "bf16")]
+    ['f32:highest', 'bf16']
     >>> algorithms = ("bf16_bf16_f32_x3", "tf32_tf32_f32", "f32_f32_f32")
     >>> [effective_matmul_dtype("f32", [], f"dot_{name}") for name in algorithms]
     ['bf16_x3', 'f32', 'f32:highest']
@@ -65,8 +65,10 @@ def operand_dtype(multiplied: str, platform: str) -> str:
       multiplied: as `effective_matmul_dtype` names it.
       platform: "cpu", "cuda", "rocm" or "tpu".
 
-    >>> operand_dtype("f32", "cuda"), operand_dtype("f32", "tpu"), operand_dtype("f32", "cpu"), operand_dtype("bf16_x3", "tpu")
-    ('tf32', 'bf16', '', '')
+    >>> [operand_dtype("f32", platform) for platform in ("cuda", "tpu", "cpu")]
+    ['tf32', 'bf16', '']
+    >>> operand_dtype("bf16_x3", "tpu")
+    ''
     """
     if multiplied in ("bf16", "f16"):
         return multiplied
@@ -84,7 +86,8 @@ def precise_rates(platform: str, f32: float, elements: float) -> dict[str, float
       elements: of other arithmetic in f32.
 
     Returns:
-      By type as `effective_matmul_dtype` names it; what costs no more than the default is not in it.
+      By type as `effective_matmul_dtype` names it, without those that cost no more than the
+      default.
     """
     if platform == "tpu":
         return {name: f32 / passes for name, passes in _PASSES.items()}

@@ -13,9 +13,8 @@ from autoshard.space.space import Space
 def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates one decision away.
 
-    A rule is another, or a level of `Gather`; small arrays are replicated or are not; what loops use
-    is whole from before them or is not; an axis gives way or does not, or all do; a mesh axis is
-    divided or moved.
+    Another rule, another level of `Gather`, small arrays replicated or not, inputs of loops gathered
+    before them or not, one or all conflict losers more or fewer, a mesh axis divided or moved.
     """
     return (near for near in moves(space, candidate) if space.contains(near) is None)
 

@@ -6,7 +6,7 @@ from autoshard.program.axes import Axes, Dimensions
 from autoshard.program.program import Program
 
 SMALL_SHARE = 0.01
-"""Of the state's elements: what the arrays that `Gather.SMALL_REPLICATED` speaks of make up at most."""
+"""The largest share of the state's elements that the arrays of `Gather.SMALL_REPLICATED` hold."""
 
 
 def small_leaves(program: Program, axes: Axes) -> tuple[int, ...]:

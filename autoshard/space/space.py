@@ -30,7 +30,7 @@ class Space:
       pinned: logical axis -> mesh axes, for compute and storage, as the user fixed them.
       used_leaves: the state leaves that `Gather.PARAMS_REPLICATED` speaks of, by index.
       fixed_leaves: state leaf index -> spec, as the user fixed them.
-      annotated: the step with its author's annotations, where it has constraints on a mesh of this size.
+      annotated: the step with the user's annotations, where they name a mesh of this size.
     """
 
     program: Program
@@ -162,7 +162,7 @@ class Space:
     def _least_gather(self, layout: Layout) -> Gather:
         """The level itself where it gives some array other rules, else the first that says so much.
 
-        `Gather.SMALL_REPLICATED` alone is held by the others, and says nothing of what is replicated.
+        Every other level includes `Gather.SMALL_REPLICATED`.
         """
         compute, storage = dict(layout.activation_rules), dict(layout.state_rules)
         other = {a for a in {*compute, *storage} if compute.get(a) != storage.get(a)}

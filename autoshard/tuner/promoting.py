@@ -133,7 +133,7 @@ def worth_measuring(state: SearchState, indices: Sequence[int]) -> list[int]:
 def reworded(state: SearchState, known: Callable[[Row], bool]) -> Iterator[int]:
     """New rows, one by one: the two fastest that fit, put into the program by other constraints.
 
-    The partition is the same, the compiler's choices after it are not. A constraints that comes to a
+    The partition is the same, the compiler's choices after it are not. One that comes to a
     program which another one has is passed over. The second is the next fastest that takes another
     time: what takes the same to the last digit is taken for the same program.
 

@@ -31,8 +31,8 @@ class CallCost:
     """The work of one custom call.
 
     Attributes:
-      dtype: of the left operand of its matrix products, as `precision.effective_matmul_dtype` has it; of a
-        Pallas kernel, of its first operand that may be one.
+      dtype: of the left operand of its matrix products, as `precision.effective_matmul_dtype`
+        names it; of a Pallas kernel, of its first operand that may be one.
       matmul_flops: 2 a multiply-add; of a declared cost all but the transcendentals.
       element_flops: everything else, transcendentals included.
       bytes: declared memory traffic; None where operands and results tell.
