@@ -36,7 +36,6 @@ from autoshard.target.target import find_target
 from experiments import pod_by_hand, pod_sizes, pod_tasks
 from experiments.handwritten.cases import pod_case
 from experiments.handwritten.rules import pod_layouts
-from experiments.progress import progress_bar, show_on
 
 _MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "What to plan.")
 _TARGET = flags.DEFINE_string("target", "h100:8x8", "Hardware; autoshard.targets() lists chips.")
@@ -71,18 +70,16 @@ def main(argv: list[str]) -> None:
         layers=size.model.layers,
         scanned=_SCANNED.value,
     )
-    with progress_bar(console) as progress:
-        plan = autoshard.search(
-            model_fn,
-            _TARGET.value,
-            knobs={"remat": tuple(_REMAT.value)},
-            budget=autoshard.Budget(
-                candidates=_CANDIDATES.value, compiles=_COMPILES.value, compile_seconds=600.0
-            ),
-            journal=journal,
-            seed=_SEED.value,
-            callbacks=(show_on(progress),),
-        )
+    plan = autoshard.search(
+        model_fn,
+        _TARGET.value,
+        knobs={"remat": tuple(_REMAT.value)},
+        budget=autoshard.Budget(
+            candidates=_CANDIDATES.value, compiles=_COMPILES.value, compile_seconds=600.0
+        ),
+        journal=journal,
+        seed=_SEED.value,
+    )
     cpu_s = sum(os.times()[:4])  # of this process and of the workers that ended
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     console.print(

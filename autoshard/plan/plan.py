@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any  # the user's own pytrees have no narrower type
 
@@ -20,14 +21,17 @@ from autoshard.plan.donation import refuse_deleted
 from autoshard.program.analysis import Analysis
 from autoshard.program.axes import Axes
 from autoshard.program.program import Leaf, Program, held_dtype
-from autoshard.records.layout import Candidate, Layout, Spec, Wording
+from autoshard.records.layout import Candidate, Constraints, Layout, Spec
 from autoshard.records.module import Module
 from autoshard.records.trial import Trial
 from autoshard.rungs.profile.numerics import NumericsReport
-from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.space.space import Space
 from autoshard.space.specs import Specs
 from autoshard.target.target import Target
+
+_LOOKED_AT = 2
+"""Steps whose arrays are looked at one by one: those that follow come from the same places."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,7 @@ class Evidence:
       notes: sentences a reader should know (synthetic batches, dropped rules).
       axes: (name, size, where) of each logical axis.
       constants_digest: of the calibration.
+      compiles: the most programs that rung 2 could compile; 0 in files that do not say it.
     """
 
     trials: tuple[Trial, ...] = ()
@@ -59,12 +64,13 @@ class Evidence:
     notes: tuple[str, ...] = ()
     axes: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
     constants_digest: str = ""
+    compiles: int = 0
     created: str = ""
 
     @property
     def candidates(self) -> int:
         """How many layouts were judged, the same in other words counted once."""
-        return len({t.candidate.worded(Wording.LEAN) for t in self.trials})
+        return len({t.candidate.with_constraints(Constraints.USUAL) for t in self.trials})
 
 
 class Plan:
@@ -95,6 +101,8 @@ class Plan:
         self.knobs: dict[str, str | int | float | bool | None] = dict(space.knobs)
         self.evidence = evidence
         self._given = compiled
+        self._warned: set[str] = set()
+        self._steps_looked_at = 0
         self.mesh: Mesh | AbstractMesh = target.any_mesh(layout.mesh)
         program = analysis.program
         count = len(program.state)
@@ -105,7 +113,7 @@ class Plan:
     @functools.cached_property
     def _constrained(self) -> Specs:
         """The shardings whose constraints the running step has."""
-        return told(self._analysis, self._specs)
+        return minimal_constraints(self._analysis, self._specs)
 
     @property
     def program(self) -> Program:
@@ -225,6 +233,9 @@ class Plan:
         The state is donated: use the new one. Its shardings are exactly those of the old, so many
         steps compile once. The batch is never donated. Metrics are replicated.
 
+        Arrays that lie elsewhere are moved, which costs time at each step. The first time this
+        happens to a state, and to a batch, a warning names the leaf.
+
         Raises:
           PlanError: an array has another shape or dtype than the plan's, or is deleted, as the old
             state is.
@@ -235,13 +246,18 @@ class Plan:
         out: list[jax.Array] | None = None
         if tree == self._trees and all(isinstance(x, jax.Array) for x in flat):
             refuse_deleted(flat, program.inputs)
+            if self._steps_looked_at < _LOOKED_AT:
+                # JAX moves arrays that are not committed to a device without a word.
+                self._steps_looked_at += 1
+                self._warn_of_moves(flat)
             # As a rule all else is as it should be; a look at each from Python takes longer.
             run = self.compiled
             with contextlib.suppress(TypeError, ValueError):  # said, or mended, below
                 out = run(*flat)
         if out is None:
-            placed = self._placed(state, batch)
-            out = self.compiled(*placed)
+            flat = self._checked(state, batch)
+            self._warn_of_moves(flat)
+            out = self.compiled(*self._placed(flat))
         count = len(program.state)
         return (
             jax.tree.unflatten(program.state_tree, out[:count]),
@@ -265,24 +281,60 @@ class Plan:
         """The structure of (state, batch)."""
         return jax.tree.structure((self.state_shardings, self.batch_shardings))
 
-    def _placed(self, state: Any, batch: Any) -> list[jax.Array]:
-        """Their leaves, each looked at, and moved if it is elsewhere than the plan wants it."""
+    def _checked(self, state: Any, batch: Any) -> list[Any]:
+        """Their leaves, each looked at."""
         program = self.program
-        flat = self._flat("state", state, program.state, program.state_tree) + self._flat(
+        return self._flat("state", state, program.state, program.state_tree) + self._flat(
             "batch", batch, program.batch, program.batch_tree
         )
-        wanted = jax.tree.leaves((self.state_shardings, self.batch_shardings))
+
+    def _placed(self, flat: Sequence[Any]) -> list[jax.Array]:
+        """The leaves of a state and a batch, moved where they are elsewhere than planned."""
         return [
             x if isinstance(x, jax.Array) and x.sharding == s else jax.device_put(x, s)
-            for x, s in zip(flat, wanted, strict=True)
+            for x, s in zip(flat, self._wanted, strict=True)
         ]
+
+    @functools.cached_property
+    def _wanted(self) -> list[jax.sharding.Sharding]:
+        """The shardings of the leaves of state and batch."""
+        return jax.tree.leaves((self.state_shardings, self.batch_shardings))
+
+    def _warn_of_moves(self, flat: Sequence[Any]) -> None:
+        """Warns once of a state and once of a batch that the step moves.
+
+        NumPy arrays and numbers are left out: they are moved in any case.
+        """
+        count = len(self.program.state)
+        moved = [
+            ("state" if i < count else "batch", leaf.path, x.sharding, s)
+            for i, (leaf, x, s) in enumerate(
+                zip(self.program.inputs, flat, self._wanted, strict=True)
+            )
+            if isinstance(x, jax.Array)
+            and x.shape == leaf.shape  # else the step is refused
+            and not x.sharding.is_equivalent_to(s, x.ndim)
+        ]
+        for word, call in (("state", "plan.place(state)"), ("batch", "plan.put(batch)")):
+            found = [row for row in moved if row[0] == word]
+            if not found or word in self._warned:
+                continue
+            self._warned.add(word)
+            _, path, got, expected = found[0]
+            others = f" (and {len(found) - 1} more leaves)" if found[1:] else ""
+            warnings.warn(
+                f"plan.step moves {path}{others}, at each step that gets it so: got {got}, expected"
+                f" {expected}. Place the {word} before the step: {call}",
+                stacklevel=3,
+            )
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(state, batch)` jitted with the plan's shardings, for evaluation.
 
         Its own logical axes are found anew; those the plan has rules for are sharded by them. Other
         batch shapes are accepted: what no longer divides is replicated. Nothing is donated, and
-        what it returns is replicated.
+        what it returns is replicated. Each shape is compiled once; the programs of the last 16
+        shapes are kept.
         """
         from autoshard.plan.evaluation import Evaluation
 

@@ -8,10 +8,12 @@ keeps together; a logical axis is such a class, or several that repeated layers 
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from autoshard.compat.shardy import factor_rules, stablehlo
 from autoshard.program import factors as factors_
+from autoshard.program.axis_labels import labels
 from autoshard.program.factors import Factor
 from autoshard.program.program import Leaf, Program
 from autoshard.program.sites import Site, site_of_location
@@ -34,8 +36,12 @@ class LogicalAxis:
       is_data: the batch carries it and the state does not.
       is_loop: a loop runs over it one slice at a time; not sharded by default.
       is_contracted: some matrix product sums over it.
+      is_selected: values that depend on the data choose along it: a lookup, a scatter, or a
+        comparison with an iota (one-hot). Tokens choose experts so.
       where: `path[dimension]` for each input that holds it; else what makes it, and where.
       repeats: how many alike axes of repeated layers it stands for.
+      label: a short name for people: the model's own, else its role in the data flow
+        (`axis_labels`), else the end of the path. Files keep `name`.
     """
 
     name: str
@@ -45,8 +51,10 @@ class LogicalAxis:
     is_data: bool = False
     is_loop: bool = False
     is_contracted: bool = False
+    is_selected: bool = False
     where: tuple[str, ...] = ()
     repeats: int = 1
+    label: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +93,24 @@ _NEIGHBOURS = frozenset(
     {"stablehlo.reduce_window", "stablehlo.select_and_scatter", "stablehlo.convolution"}
 )
 """Operations that make one element of several neighbours."""
+_HANDING_ON = frozenset(
+    {
+        *("sdy.sharding_constraint", "stablehlo.broadcast_in_dim", "stablehlo.convert"),
+        *("stablehlo.reshape", "stablehlo.transpose"),
+    }
+)
+"""Operations whose result has the values of their operand."""
+_LOOKUPS = frozenset({"stablehlo.gather", "stablehlo.scatter"})
+
+
+class Product(NamedTuple):
+    """The factors of a matrix product: of either operand, along which it is one product of many,
+    and those it sums over."""
+
+    left: list[Factor]
+    right: list[Factor]
+    batched: list[Factor]
+    contracted: list[Factor]
 
 
 class _Ties:
@@ -97,6 +123,9 @@ class _Ties:
         self.opaque: list[str] = []
         self.produced: list[Factor] = []
         self.contracted: list[Factor] = []
+        self.selected: list[Factor] = []
+        self.products: list[Product] = []
+        self.iotas: dict[stablehlo.Value, frozenset[int]] = {}
         self.sites: list[tuple[int, stablehlo.Value]] = []
 
     def of(self, value: stablehlo.Value) -> list[Factor]:
@@ -151,7 +180,10 @@ class _Ties:
             and all(v in self.constant for v in op.operands)
         ):
             self.constant.update(op.results)
+            self._mark_iotas(op)
             return
+        if name in _HANDING_ON:
+            self._mark_iotas(op)
         if name == "sdy.sharding_constraint":
             index = site_of_location(str(op.location))
             if index is not None:
@@ -169,6 +201,8 @@ class _Ties:
                 strict=True,
             ):
                 self.same(*group)
+                if (counted := self.iotas.get(group[0])) is not None:
+                    self.iotas[group[3]] = counted
             self.block(condition, in_loop)
             self.block(body, True)
         elif name in ("stablehlo.case", "stablehlo.if"):
@@ -225,6 +259,31 @@ class _Ties:
             right = {i for dim in rule.operands[1] for i in dim}
             self.contracted += [atoms[i] for i in sorted((left & right) - kept)]
             self.produced += [atoms[i] for i in sorted((left ^ right) & kept)]
+            self.products.append(
+                Product(
+                    left=[atoms[i] for i in sorted(left)],
+                    right=[atoms[i] for i in sorted(right)],
+                    batched=[atoms[i] for i in sorted(left & right & kept)],
+                    contracted=[atoms[i] for i in sorted((left & right) - kept)],
+                )
+            )
+        elif op.name in _LOOKUPS and op.operands[1] not in self.constant:
+            result = {i for dim in rule.results[0] for i in dim}
+            other = rule.operands[0 if op.name == "stablehlo.gather" else -1]
+            self.selected += [atoms[i] for i in sorted(result - {i for dim in other for i in dim})]
+        elif op.name == "stablehlo.compare":
+            counted = [self.iotas[v] for v in op.operands if v in self.iotas]
+            if len(counted) == 1:
+                self.selected += [f for f in atoms if f.size in counted[0]]
+
+    def _mark_iotas(self, op: stablehlo.Operation) -> None:
+        """Remembers the sizes along which an iota counts, and what is made of it."""
+        found = frozenset().union(*(self.iotas.get(v, frozenset()) for v in op.operands))
+        if op.name == "stablehlo.iota":
+            shape, _ = stablehlo.shape_and_bits(str(op.results[0].type))
+            found = frozenset(n for n in shape if n > 1)
+        if found:
+            self.iotas.update(dict.fromkeys(op.results, found))
 
 
 def _named(op: stablehlo.Operation) -> str:
@@ -288,8 +347,10 @@ class _Namer:
         self._collect()
         batch = self._batch_factors()
         groups = self._groups(batch)
-        names = self._names(groups, batch)
+        places = self._names(groups, batch)
+        names = list(places)
         axis_of = {f: name for name, group in zip(names, groups, strict=True) for f in group}
+        selected = {leaf for f in self.ties.selected for leaf in f.leaves()}
         contracted = {leaf for f in self.ties.contracted for leaf in f.leaves()}
         produced = {leaf for f in self.ties.produced for leaf in f.leaves()}
         axes = tuple(
@@ -302,6 +363,7 @@ class _Namer:
                 and not any(f in self.on_state for f in group),
                 is_loop=any(f.is_loop for f in group),
                 is_contracted=any(f in contracted for f in group),
+                is_selected=any(f in selected for f in group),
                 where=tuple(
                     dict.fromkeys(
                         f"{path}[{dim}]" for f in group for path, dim, _ in self.marks.get(f, ())
@@ -330,25 +392,27 @@ class _Namer:
                     for x, y in zip(known, found, strict=True)
                 )
         inputs = tuple(dimensions(d) for d in self.arguments)
+        chains = tuple(
+            dict.fromkeys(
+                axis_of[f]
+                for f in self.order
+                if f in contracted
+                and f in produced
+                and f in self.on_state
+                and f in axis_of
+                and not f.is_loop
+            )
+        )
+        label = labels(places, self._roles(axes, axis_of, batch, by_site, chains))
         meetings = dict.fromkeys(
             pair for dims in (*inputs, *by_site.values()) for pair in _meetings(dims)
         )
         return Axes(
-            axes=axes,
+            axes=tuple(dataclasses.replace(a, label=label[a.name]) for a in axes),
             inputs=inputs,
             outputs=tuple(dimensions(d) for d in self.returned),
             sites=by_site,
-            chains=tuple(
-                dict.fromkeys(
-                    axis_of[f]
-                    for f in self.order
-                    if f in contracted
-                    and f in produced
-                    and f in self.on_state
-                    and f in axis_of
-                    and not f.is_loop
-                )
-            ),
+            chains=chains,
             meetings=tuple(meetings),
             opaque=tuple(dict.fromkeys(self.ties.opaque)),
         )
@@ -426,9 +490,84 @@ class _Namer:
                 ordered.append(alternatives[-1])
         return ordered
 
-    def _names(self, groups: list[list[Factor]], batch: set[Factor]) -> list[str]:
+    def _roles(
+        self,
+        axes: tuple[LogicalAxis, ...],
+        axis_of: Mapping[Factor, str],
+        batch: set[Factor],
+        sites: Mapping[int, Dimensions],
+        chains: tuple[str, ...],
+    ) -> list[tuple[str, list[str]]]:
+        """What axes do in the data flow: (role, axes), the surest role first."""
+        data = {f for f in self.on_batch if f not in self.on_state} | batch
+        state, given = (
+            {axis_of[f] for f in held if f in axis_of} for held in (self.on_state, self.on_batch)
+        )
+        rows: dict[str, None] = {}  # of tables: examples look them up
+        width: dict[str, None] = {}
+        for site in self.sites:
+            if site.found in sites and site.index in sites:
+                table, found = _names_in(sites[site.index]), _names_in(sites[site.found])
+                rows.update(dict.fromkeys(a for a in table if a in state and a not in found))
+                width.update(dict.fromkeys(a for a in table if a in state and a in found))
+        heads: dict[str, None] = {}
+        head_dim: dict[str, None] = {}
+        multiplied: set[str] = set()
+        features: set[str] = set()
+        for product in self.ties.products:
+            left, right, ways, summed = (
+                [axis_of[leaf] for f in fs for leaf in f.leaves() if leaf in axis_of]
+                for fs in product
+            )
+            multiplied |= {*left, *right}
+            activations = _holds(product.left, data), _holds(product.right, data)
+            if activations.count(True) == 1:
+                features.update(summed)
+            elif all(activations) and (many := [a for a in ways if a in state - given]):
+                heads.update(dict.fromkeys(many))  # one product of activations for each head
+                head_dim.update(dict.fromkeys(a for a in summed if a in state - given))
+        places = self._places_in_matrices(axis_of)
+        return [
+            (
+                "sequence",
+                [
+                    a.name
+                    for a in axes
+                    if a.name in (given & multiplied) - features and not (a.is_batch or a.is_loop)
+                ],
+            ),
+            ("experts", [a for a in owned(self.sites, sites) if _is_selected(axes, a)]),
+            ("vocab", list(rows)),
+            ("embed", list(width)),
+            ("heads", list(heads)),
+            ("head_dim", list(head_dim)),
+            # What one matrix makes another one takes.
+            ("hidden", [a for a in chains if a not in given and len(places.get(a, ())) > 1]),
+        ]
+
+    def _places_in_matrices(self, axis_of: Mapping[Factor, str]) -> dict[str, set[int]]:
+        """The places of each axis in state leaves, those aside that hold a part of another's."""
+        leaves = [
+            [
+                axis_of[f]
+                for dim in dims
+                for f in dim.leaves()
+                if f.size > 1 and not f.is_loop and f in axis_of
+            ]
+            for _, dims in zip(self.program.state, self.arguments, strict=False)
+        ]
+        held = {frozenset(names) for names in leaves}
+        found: dict[str, set[int]] = {}
+        for names in leaves:
+            if not any(set(names) < other for other in held):
+                for place, name in enumerate(names):
+                    found.setdefault(name, set()).add(place)
+        return found
+
+    def _names(self, groups: list[list[Factor]], batch: set[Factor]) -> dict[str, tuple[str, str]]:
+        """The name of each group, in order -> path and dimension; "", "" where it has no path."""
         given = self._given_names()
-        names: list[str] = []
+        names: dict[str, tuple[str, str]] = {}
         batches = [g for g in groups if any(f in batch for f in g)]
         for group in groups:
             own = next((given[f] for f in group if f in given), None)
@@ -436,18 +575,22 @@ class _Namer:
             # The largest state leaf names an axis best: `kernel[1]`, not `bias[0]` or `x[1]`.
             path, dim, part = max(marks, key=lambda m: self.weight.get(m[0], -1))
             base = path if "@" in path else _short(_normal(path) if len(group) > 1 else path)
+            place = "", ""
             if any(f in batch for f in group):
                 name = "batch" if len(batches) == 1 else f"batch.{base}"
             elif own is not None:
                 name = own
             else:
                 split = f".{part}" if part else ""
-                name = f"{base}[{dim}{split}]:{group[0].size}"
+                dimension = f"[{dim}{split}]"
+                name = f"{base}{dimension}:{group[0].size}"
+                if "@" not in path:
+                    place = base, dimension
             unique, n = name, 1
             while unique in names:
                 n += 1
                 unique = f"{name}#{n}"
-            names.append(unique)
+            names[unique] = place
         return names
 
     def _given_names(self) -> dict[Factor, str]:
@@ -460,6 +603,36 @@ class _Namer:
                 if isinstance(name, str) and len(found) == 1:
                     given.setdefault(found[0], name)
         return given
+
+
+def owned(sites: Iterable[Site], dims: Mapping[int, Dimensions]) -> list[str]:
+    """Axes along which each element of an activation meets a parameter of its own.
+
+    Args:
+      dims: of the sites, by index.
+    """
+    return list(
+        dict.fromkeys(
+            axis
+            for site in sites
+            if site.index in dims
+            for d in site.owned
+            for axis, _ in dims[site.index][d]
+            if axis is not None
+        )
+    )
+
+
+def _is_selected(axes: Iterable[LogicalAxis], name: str) -> bool:
+    return any(a.is_selected for a in axes if a.name == name)
+
+
+def _holds(factors: Iterable[Factor], among: set[Factor]) -> bool:
+    return any(leaf in among for f in factors for leaf in f.leaves())
+
+
+def _names_in(dims: Dimensions) -> list[str]:
+    return [axis for dim in dims for axis, _ in dim if axis is not None]
 
 
 def _meetings(dims: Dimensions) -> Iterator[tuple[str, str]]:

@@ -4,15 +4,20 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-from autoshard.records.layout import Candidate, Layout, MeshShape, Whole
+from autoshard.program.axes import owned
+from autoshard.records.layout import Candidate, Gather, Layout, MeshShape
 from autoshard.space.meshes import factorizations
 from autoshard.space.space import Space
 
 _WHOLE = {
-    Whole.SMALL: "FSDP, small whole",
-    Whole.ONCE: "FSDP, gathered once",
-    Whole.USED: "ZeRO-1",
+    Gather.SMALL_REPLICATED: "FSDP, small whole",
+    Gather.PER_STEP: "FSDP, gathered once",
+    Gather.PARAMS_REPLICATED: "ZeRO-1",
 }
+
+DATA_PARALLEL = frozenset({"data parallel"})
+FSDP = frozenset({"FSDP", _WHOLE[Gather.SMALL_REPLICATED], _WHOLE[Gather.PER_STEP]})
+"""Names of the same layout, but for what is gathered when."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +29,14 @@ class Baseline:
 
 
 def baselines(space: Space) -> tuple[Baseline, ...]:
-    """Replicated, data parallel, FSDP, tensor parallel and FSDP x TP on every mesh, "as written".
+    """Replicated, data parallel, FSDP, tensor parallel and FSDP x TP on every mesh, "as annotated".
 
     FSDP comes four times: every array that divides is sharded; or all but the smallest; or so, but
     parameters are gathered once a step (Megatron-LM's distributed optimizer keeps its float32
     parameters so); or all but parameters: ZeRO-1 (Rajbhandari et al. 2020, section 5.1). Where
-    activations meet parameters of their own (experts), expert parallelism too, alone and with FSDP,
-    each with small arrays (a router's weights) divided as the experts are, or replicated.
+    activations meet parameters of their own, those are divided too: experts (EP) that the data
+    chooses, and other blocks (block TP). Each comes alone and with FSDP, and with small arrays (a
+    router's weights) divided as the blocks are, or replicated.
 
     Those the space does not contain (a batch that does not divide, a fixed mesh of another shape)
     are left out. Tensor parallel may appear several times: one for each way to choose axes so that
@@ -48,11 +54,11 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
 
     def add_whole(name: str, layout: Layout) -> None:
         effective = space.effective(layout)
-        if effective.whole is layout.whole:  # a level that says the same goes by its own name
+        if effective.gather is layout.gather:  # a level that says the same goes by its own name
             add(name, effective)
 
-    if space.written is not None:
-        add("as written", Layout(mesh=space.written.specs.mesh, as_written=True))
+    if space.annotated is not None:
+        add("as annotated", Layout(mesh=space.annotated.specs.mesh, as_annotated=True))
     meshes = list(space.meshes)
     flat = meshes[0]
     add("replicated", space.layout(flat, {}, {}))
@@ -64,7 +70,7 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         fsdp = space.layout(mesh, spread, shards)
         add("FSDP", fsdp)
         for whole, name in _WHOLE.items():
-            add_whole(name, dataclasses.replace(fsdp, whole=whole))
+            add_whole(name, dataclasses.replace(fsdp, gather=whole))
         for cut in _tensor_axes(space, count):
             to = dict.fromkeys(cut, every)
             add("tensor parallel", space.layout(mesh, to, to))
@@ -80,21 +86,21 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
             compute = {**dict.fromkeys(_batch_axes(space, n), (data,)), **to}
             both = space.layout(mesh, compute, {**shards, **to})
             add("FSDP x TP", both)
-            add_whole("FSDP x TP, gathered once", dataclasses.replace(both, whole=Whole.ONCE))
+            add_whole("FSDP x TP, gathered once", dataclasses.replace(both, gather=Gather.PER_STEP))
             add("data x TP", space.layout(mesh, compute, {**_carried(space, compute), **to}))
-    owners = _owners(space)
-    for mesh in filter(None, [*meshes, *_two_axis_meshes(space, count)] if owners else ()):
-        every, (last, m) = tuple(name for name, _ in mesh), mesh[-1]
-        to = {axis: (last,) for axis in owners if space.axes.axis(axis).size % m == 0}
-        compute = {**dict.fromkeys(_batch_axes(space, count), every), **to}
-        if to and len(mesh) <= 2:
-            shards = _storage(space, count, every, taken=owners)
-            for name, stored in (("FSDP", shards), ("data", _carried(space, compute))):
-                layout = space.layout(mesh, compute, {**stored, **to})
-                add(f"{name} x EP", layout)
-                small = space.canonical(dataclasses.replace(layout, small_replicated=True))
-                if small.small_replicated:
-                    add(f"{name} x EP, small replicated", small)
+    for way, owners in _owners(space).items():
+        for mesh in filter(None, [*meshes, *_two_axis_meshes(space, count)] if owners else ()):
+            every, (last, m) = tuple(name for name, _ in mesh), mesh[-1]
+            to = {axis: (last,) for axis in owners if space.axes.axis(axis).size % m == 0}
+            compute = {**dict.fromkeys(_batch_axes(space, count), every), **to}
+            if to and len(mesh) <= 2:
+                shards = _storage(space, count, every, taken=owners)
+                for name, stored in (("FSDP", shards), ("data", _carried(space, compute))):
+                    layout = space.layout(mesh, compute, {**stored, **to})
+                    add(f"{name} x {way}", layout)
+                    small = space.canonical(dataclasses.replace(layout, small_replicated=True))
+                    if small.small_replicated:
+                        add(f"{name} x {way}, small replicated", small)
     return tuple(found)
 
 
@@ -115,15 +121,18 @@ def _carried(space: Space, compute: Mapping[str, tuple[str, ...]]) -> dict[str, 
     return {axis: to for axis, to in compute.items() if axis in axes}
 
 
-def _owners(space: Space) -> list[str]:
-    """Axes along which each element of an activation meets a parameter of its own: experts."""
-    found: dict[str, None] = {}
-    for site in space.sites:
-        dims = space.axes.sites.get(site.index, ())
-        for d in site.owned if dims else ():
-            found.update((axis, None) for axis, _ in dims[d] if axis is not None)
-    kept = [space.axes.axis(name) for name in found]
-    return [a.name for a in kept if not a.is_batch and not a.is_loop and not a.is_data]
+def _owners(space: Space) -> dict[str, list[str]]:
+    """Axes along which each element of an activation meets a parameter of its own.
+
+    They are experts (EP) where the data chooses along them, as a router does. Otherwise they are
+    blocks, such as heads that have a matrix each (block TP).
+    """
+    found = [space.axes.axis(name) for name in owned(space.sites, space.axes.sites)]
+    kept = [a for a in found if not a.is_batch and not a.is_loop and not a.is_data]
+    return {
+        "EP": [a.name for a in kept if a.is_selected],
+        "block TP": [a.name for a in kept if not a.is_selected],
+    }
 
 
 def _two_axis_meshes(space: Space, count: int) -> list[MeshShape]:

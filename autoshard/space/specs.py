@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from autoshard.program.axes import Axes, Dimensions
 from autoshard.program.program import Program
-from autoshard.program.sites import Looped, Site, Used
-from autoshard.records.layout import Layout, Spec, Whole, Wording
+from autoshard.program.sites import LoopPosition, ParamUse, Site
+from autoshard.records.layout import Constraints, Gather, Layout, Spec
 from autoshard.space.small_parameters import elements, loop_axes, small_elements
 
 
@@ -32,6 +32,13 @@ class Idle(NamedTuple):
         return f"{kind} rule {self.axis} -> {', '.join(self.to)} shards nothing"
 
 
+class Lost(NamedTuple):
+    """A mesh axis that a rule asks a dimension for in vain, and why, after the array's path."""
+
+    mesh_axis: str
+    why: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Specs:
     """Every sharding of one layout of one program.
@@ -39,9 +46,10 @@ class Specs:
     Attributes:
       inputs, outputs: per flat input and output (new state, then metrics).
       sites: per site index; sites left out get no constraint.
-      dropped: sentences on what divisibility or factor order took away, each once.
+      dropped: sentences on inputs that a mesh axis does not divide though a rule asks for it, by
+        divisibility or the order of factors, each once.
       idle: rules that shard nothing.
-      wording: how many of the sites are constrained in the program.
+      constraints: how many of the sites are constrained in the program.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -50,12 +58,12 @@ class Specs:
     sites: dict[int, SiteSpec]
     dropped: tuple[str, ...]
     idle: tuple[Idle, ...]
-    wording: Wording = Wording.LEAN
+    constraints: Constraints = Constraints.USUAL
 
     def key(self) -> tuple[object, ...]:
         """Equal for layouts that put the same shardings everywhere, in the same words."""
         sites = tuple(sorted((i, s.spec, s.open) for i, s in self.sites.items()))
-        return (self.mesh, self.inputs, self.outputs, sites, self.wording)
+        return (self.mesh, self.inputs, self.outputs, sites, self.constraints)
 
 
 class Asked(NamedTuple):
@@ -69,8 +77,8 @@ class Asked(NamedTuple):
     dims: Dimensions
     storage: bool
     of_state: bool
-    used: Used
-    looped: Looped
+    used: ParamUse
+    looped: LoopPosition
     batch_first: bool
     passing: bool
     looked_up: Dimensions
@@ -101,17 +109,17 @@ def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
     return {asked: tuple(indices) for asked, indices in found.items()}
 
 
-_WHOLE_SITES: dict[Whole, frozenset[Used]] = {
-    Whole.NOTHING: frozenset(),
-    Whole.SMALL: frozenset(),
-    Whole.ONCE: frozenset({Used.INSIDE}),
-    Whole.USED: frozenset({Used.OUTSIDE, Used.INSIDE}),
+_WHOLE_SITES: dict[Gather, frozenset[ParamUse]] = {
+    Gather.PER_USE: frozenset(),
+    Gather.SMALL_REPLICATED: frozenset(),
+    Gather.PER_STEP: frozenset({ParamUse.INSIDE}),
+    Gather.PARAMS_REPLICATED: frozenset({ParamUse.OUTSIDE, ParamUse.INSIDE}),
 }
 """Sites that take compute rules though they are storage."""
 
 
 class _Resolver:
-    """Turns rules into specs; remembers what was dropped and which rules did anything."""
+    """Turns rules into specs; remembers which rules did anything."""
 
     def __init__(self, layout: Layout, small: int, axes: Axes):
         self.layout = layout
@@ -121,11 +129,12 @@ class _Resolver:
         self.sizes = layout.sizes
         # Mesh axes as the canonical layout has them: all spellings of one say the same.
         self.counted = frozenset(name for name, _ in layout.canonical().mesh)
-        self.tables = {True: dict(layout.storage), False: dict(layout.compute)}
-        self.giving_way = frozenset(layout.giving_way)
-        self.dropped: dict[str, None] = {}
+        self.tables = {True: dict(layout.state_rules), False: dict(layout.activation_rules)}
+        self.conflict_losers = frozenset(layout.conflict_losers)
         self.used: set[tuple[bool, str]] = set()
-        self._memo: dict[tuple[Dimensions, bool, bool, bool], tuple[SiteSpec, tuple[str, ...]]] = {}
+        self._memo: dict[
+            tuple[Dimensions, bool, bool, bool], tuple[SiteSpec, tuple[Lost, ...]]
+        ] = {}
 
     def site(self, asked: Asked) -> SiteSpec | None:
         """None for a value that passes from one sharding to the same.
@@ -137,21 +146,21 @@ class _Resolver:
         dims, storage, of_state, used, looped, batch_first, passing, looked_up = asked
         drawn = self._of_examples(dims)  # noise, masks
         if (storage or of_state) and self._is_replicated(dims):
-            return None if used is Used.ENTERING else _replicated(dims)
-        if used is Used.ENTERING:
-            if self.layout.whole is not Whole.ONCE:
+            return None if used is ParamUse.ENTERING else _replicated(dims)
+        if used is ParamUse.ENTERING:
+            if self.layout.gather is not Gather.PER_STEP:
                 return None
             once, stored = (self._known(dims, of, batch_first)[0] for of in (False, True))
             return once if once != stored else None
-        if self.layout.whole_into_loops and looped is not Looped.NOT:
+        if self.layout.gather_loop_inputs and looped is not LoopPosition.NOT:
             divided, batch_alone = (
                 self._known(dims, False, batch_first, alone)[0] for alone in (False, True)
             )
             # Before the loop there is nothing to say of what no rule but the batch's divides.
-            return batch_alone if looped is Looped.INSIDE or batch_alone != divided else None
-        if looped is Looped.BEFORE:
+            return batch_alone if looped is LoopPosition.INSIDE or batch_alone != divided else None
+        if looped is LoopPosition.BEFORE:
             return None
-        storage = storage and not drawn and used not in _WHOLE_SITES[self.layout.whole]
+        storage = storage and not drawn and used not in _WHOLE_SITES[self.layout.gather]
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:
             return None
@@ -174,17 +183,18 @@ class _Resolver:
             return False
         return elements(dims, self.loops) <= self.small
 
-    def leaf(self, dims: Dimensions, of_state: bool, storage: bool, path: str) -> SiteSpec:
+    def leaf(
+        self, dims: Dimensions, of_state: bool, storage: bool
+    ) -> tuple[Spec, tuple[Lost, ...]]:
+        """The spec of an input, and what its rules ask for in vain."""
         if of_state and self._is_replicated(dims):
-            return _replicated(dims)
-        spec, dropped = self._known(dims, storage, False)
-        for sentence in dropped:
-            self.dropped.setdefault(path + sentence)
-        return spec
+            return _replicated(dims).spec, ()
+        found, lost = self._known(dims, storage, False)
+        return found.spec, lost
 
     def _known(
         self, dims: Dimensions, storage: bool, batch_first: bool, batch_alone: bool = False
-    ) -> tuple[SiteSpec, tuple[str, ...]]:
+    ) -> tuple[SiteSpec, tuple[Lost, ...]]:
         key = (dims, storage, batch_first, batch_alone)
         if key not in self._memo:
             self._memo[key] = self._resolve(*key)
@@ -192,8 +202,8 @@ class _Resolver:
 
     def _resolve(
         self, dims: Dimensions, storage: bool, batch_first: bool, batch_alone: bool
-    ) -> tuple[SiteSpec, tuple[str, ...]]:
-        """The spec of a value, and how its sentences on what was dropped go on after its path.
+    ) -> tuple[SiteSpec, tuple[Lost, ...]]:
+        """The spec of a value, and what its rules ask for in vain.
 
         Args:
           batch_alone: whether the rules of batch axes alone count.
@@ -206,7 +216,7 @@ class _Resolver:
         taken: set[str] = set()
         spec: list[tuple[str, ...]] = [() for _ in dims]
         is_open = [False for _ in dims]
-        dropped: list[str] = []
+        dropped: list[Lost] = []
         for d in self._in_turn(dims, claims, storage, batch_first):
             here: list[str] = []
             blocked = False
@@ -214,16 +224,16 @@ class _Resolver:
             for (axis, size), rule in zip(dims[d], claims[d], strict=True):
                 if rule and blocked:
                     lost = True
-                    dropped.append(f"[{d}] holds {axis} inside a larger part: not sharded")
+                    why = f"[{d}]: {axis} lies inside a larger part"
+                    dropped += [Lost(m, why) for m in rule]
                     rule = ()
                 got: list[str] = []
                 for m in rule:
                     if m in taken:
                         continue
                     if size % (math.prod(self.sizes[x] for x in got) * self.sizes[m]):
-                        dropped.append(
-                            f"[{d}]: {axis} of {size} is not divisible by {m}={self.sizes[m]}"
-                        )
+                        why = f"[{d}]: {axis} of {size} is not divisible by {m}={self.sizes[m]}"
+                        dropped.append(Lost(m, why))
                         break
                     got.append(m)
                 if got and axis is not None:
@@ -254,7 +264,7 @@ class _Resolver:
             ruled = [
                 (axis, rule) for (axis, _), rule in zip(dims[d], claims[d], strict=True) if rule
             ]
-            way = -d if any(axis in self.giving_way for axis, _ in ruled) else -len(dims)
+            way = -d if any(axis in self.conflict_losers for axis, _ in ruled) else -len(dims)
             if storage:
                 return 0, False, way
             asked = [
@@ -295,25 +305,27 @@ def resolve(
 
     Args:
       sites: as `grouped` says them.
-      used_leaves: the state leaves that `Whole.USED` speaks of, by index.
+      used_leaves: the state leaves that `Gather.PARAMS_REPLICATED` speaks of, by index.
       fixed_leaves: the user's own spec for some state leaves, by index.
     """
     fixed = fixed_leaves or {}
-    asks = layout.whole is not Whole.NOTHING or layout.small_replicated
+    asks = layout.gather is not Gather.PER_USE or layout.small_replicated
     small = small_elements(program, axes) if asks else 0
-    whole = used_leaves if layout.whole is Whole.USED else frozenset()
+    whole = used_leaves if layout.gather is Gather.PARAMS_REPLICATED else frozenset()
     resolver = _Resolver(layout, small, axes)
     count = len(program.state)
     inputs: list[Spec] = []
+    dropped: dict[str, None] = {}
     for i, (leaf, dims) in enumerate(zip(program.inputs, axes.inputs, strict=True)):
         if i in fixed:
             inputs.append(fixed[i])
             continue
         dims = dims[: len(leaf.shape)]  # a PRNG key has one more dimension, of its words
-        found = resolver.leaf(dims, i < count, i < count and i not in whole, leaf.path)
-        spec = found.spec
+        spec, lost = resolver.leaf(dims, i < count, i < count and i not in whole)
         if i >= count:
             spec = _with_whole_batch(resolver, axes, dims, spec)
+        divided = {m for to in spec for m in to}
+        dropped.update((leaf.path + x.why, None) for x in lost if x.mesh_axis not in divided)
         inputs.append(spec)
     outputs = [*inputs[:count], *(tuple(() for _ in leaf.shape) for leaf in program.metrics)]
     placed: dict[int, SiteSpec] = {}
@@ -323,7 +335,7 @@ def resolve(
             placed.update(dict.fromkeys(indices, at_site))
     idle = [
         Idle(storage, axis, to)
-        for storage, table in ((False, layout.compute), (True, layout.storage))
+        for storage, table in ((False, layout.activation_rules), (True, layout.state_rules))
         for axis, to in table
         if (storage, axis) not in resolver.used
     ]
@@ -332,9 +344,9 @@ def resolve(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         sites=placed,
-        dropped=tuple(resolver.dropped),
+        dropped=tuple(dropped),
         idle=tuple(idle),
-        wording=layout.wording,
+        constraints=layout.constraints,
     )
 
 

@@ -17,14 +17,31 @@ def machine() -> str:
     return f"{platform.machine()} {processor()}".strip()
 
 
-def cores() -> int:
-    """How many cores this process may use, where the system says it; else how many there are.
+def cores(cgroups: pathlib.Path = _CGROUPS, of_process: str | None = None) -> int:
+    """How many cores this process may use: those of its affinity, or less by its control group.
 
-    A batch system gives a job some of a node's.
+    A batch system gives a job some of a node's cores, a container gives it a share of their time.
+    The limits of the group and of those around it count, of version 2 and of version 1 (kernel
+    documentation, admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst, 2026). Parts of a core do
+    not count, but one core always does.
+
+    Args:
+      cgroups, of_process: as `memory_bytes` has them.
     """
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        found = float(len(os.sched_getaffinity(0)))
+    else:
+        found = float(os.cpu_count() or 1)
+    for folder, version in _groups("cpu", cgroups, of_process):
+        with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+                period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8")
+            if int(quota) > 0:  # -1 is no limit
+                found = min(found, int(quota) / int(period))
+    return max(1, int(found))
 
 
 def memory_bytes(cgroups: pathlib.Path = _CGROUPS, of_process: str | None = None) -> int:
@@ -39,9 +56,9 @@ def memory_bytes(cgroups: pathlib.Path = _CGROUPS, of_process: str | None = None
       of_process: what /proc/self/cgroup says; None to read it.
     """
     limits = [_physical_bytes()]
-    for folder, version in _groups(cgroups, of_process):
+    for folder, version in _groups("memory", cgroups, of_process):
         with contextlib.suppress(OSError, ValueError):  # "max", or no such file
-            limits.append(int((folder / version.limit).read_text(encoding="utf-8")))
+            limits.append(int((folder / _MEMORY[version].limit).read_text(encoding="utf-8")))
     return min(limit for limit in limits if limit > 0)
 
 
@@ -66,18 +83,35 @@ def available_bytes(
             name, _, value = line.partition(":")
             if name == "MemAvailable":
                 left.append(int(value.split()[0]) * 1024)
-    for folder, version in _groups(cgroups, of_process):
+    for folder, version in _groups("memory", cgroups, of_process):
+        files = _MEMORY[version]
         with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / version.limit).read_text(encoding="utf-8"))
-            used = int((folder / version.usage).read_text(encoding="utf-8"))
+            limit = int((folder / files.limit).read_text(encoding="utf-8"))
+            used = int((folder / files.usage).read_text(encoding="utf-8"))
             stat = (folder / "memory.stat").read_text(encoding="utf-8").split()
-            cached = int(stat[stat.index(version.cached) + 1])
+            cached = int(stat[stat.index(files.cached) + 1])
             if limit > 0:
                 left.append(limit - used + cached)
     return max(0, min(left)) if left else None
 
 
-class _Version(NamedTuple):
+def peak_bytes(proc: pathlib.Path = pathlib.Path("/proc")) -> int:
+    """The most memory that this process has held so far; 0 where nothing tells.
+
+    Not by getrusage: what it says covers the process that started this one, too.
+
+    Args:
+      proc: where the kernel says so.
+    """
+    with contextlib.suppress(OSError):
+        for line in (proc / "self/status").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name == "VmHWM":
+                return int(value.split()[0]) * 1024
+    return 0
+
+
+class _MemoryFiles(NamedTuple):
     """Files of a control group's folder, and the field of its memory.stat with cached files."""
 
     limit: str
@@ -85,8 +119,11 @@ class _Version(NamedTuple):
     cached: str
 
 
-_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version("memory.max", "memory.current", "inactive_file")
+_MEMORY = {
+    1: _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: _MemoryFiles("memory.max", "memory.current", "inactive_file"),
+}
+"""By version of control groups."""
 
 
 def _physical_bytes() -> int:
@@ -94,9 +131,13 @@ def _physical_bytes() -> int:
 
 
 def _groups(
-    cgroups: pathlib.Path, of_process: str | None
-) -> Iterator[tuple[pathlib.Path, _Version]]:
-    """The folders of the control groups that bound this process's memory, inner before outer."""
+    controller: str, cgroups: pathlib.Path, of_process: str | None
+) -> Iterator[tuple[pathlib.Path, int]]:
+    """The control groups that bound this process, inner before outer: folders and versions.
+
+    Args:
+      controller: what they bound, "memory" or "cpu".
+    """
     if of_process is None:
         try:
             of_process = pathlib.Path("/proc/self/cgroup").read_text(encoding="utf-8")
@@ -105,9 +146,9 @@ def _groups(
     for line in of_process.splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers:
-            root, version = cgroups, _V2
-        elif "memory" in controllers.split(","):
-            root, version = cgroups / "memory", _V1
+            root, version = cgroups, 2
+        elif controller in controllers.split(","):
+            root, version = cgroups / controller, 1
         else:
             continue
         # In a container the group's name may be one that is seen from outside alone: then the

@@ -16,6 +16,7 @@ class Budget:
     Attributes:
       candidates: judged by rung 1.
       compiles: programs compiled by rung 2, half of them (rounded up) baselines as such, at most.
+        None for 10, and 2 more for each program above two that this machine compiles at once.
         Of six or more that nothing is measured after, two are the best layout again, put into the
         program by other constraints, and of nine or more a third is the next best.
       profiles: programs measured by rung 3; 0 plans without measuring.
@@ -27,7 +28,7 @@ class Budget:
     """
 
     candidates: int = 600
-    compiles: int = 20
+    compiles: int | None = None
     profiles: int = 16
     seconds: float | None = None
     compile_seconds: float = 300.0
@@ -37,6 +38,8 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("candidates", "compiles", "profiles", "rounds"):
             value = getattr(self, name)
+            if value is None and name == "compiles":
+                continue
             if not isinstance(value, int) or value < (0 if name == "profiles" else 1):
                 raise ValueError(f"Budget.{name} must be a positive whole number, got {value!r}")
         for name in ("seconds", "compile_seconds", "measure_seconds"):
@@ -45,6 +48,14 @@ class Budget:
                 continue
             if value is None or not value > 0:
                 raise ValueError(f"Budget.{name} must be positive, got {value!r}")
+
+    def compiles_by(self, workers: int) -> int:
+        """The most programs to compile.
+
+        Args:
+          workers: how many programs compile at once.
+        """
+        return 10 + 2 * max(0, workers - 2) if self.compiles is None else self.compiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

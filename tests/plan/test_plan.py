@@ -10,13 +10,14 @@ import pytest
 import autoshard
 from autoshard.errors import PlanError, WorkloadError
 from autoshard.lowering.lower import lower_step
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
+from autoshard.plan import evaluation
 from autoshard.plan import verify as checked
 from autoshard.plan.plan import Evidence, Plan, _number
 from autoshard.program.program import Leaf, trace
 from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage
-from autoshard.rungs.profile.runner import Bench
-from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.profile.runner import LocalRunner
+from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.space.baselines import baselines
 from autoshard.target.target import find_target
 from tests import programs, workloads
@@ -45,9 +46,13 @@ def unsharded():
 
 @pytest.fixture(scope="module")
 def fsdp():
+    return fsdp_plan()
+
+
+def fsdp_plan():
     """A plan that shards its state, whichever layout is fastest on this machine today."""
     target = find_target(jax.devices())
-    subject = make_subject(trace(workloads.mlp()), target, "free", None)
+    subject = make_problem(trace(workloads.mlp()), target, "free", None)
     chosen = next(b for b in baselines(subject.space) if b.name == "FSDP")
     return Plan(subject.analysis, subject.space, target, chosen.candidate.layout, Evidence())
 
@@ -191,8 +196,10 @@ def test_place_names_the_leaf_that_does_not_fit(plan, unsharded):
         plan.place({k: v for k, v in state.items() if k != "count"})
 
 
-def test_step_takes_arrays_that_lie_elsewhere(plan, unsharded):
-    new, _ = plan.step(plan.place(unsharded[0][0]), workloads.batch_of(0))
+def test_step_takes_arrays_that_lie_elsewhere(unsharded):
+    plan = fsdp_plan()
+    with pytest.warns(UserWarning, match=r"plan\.put"):
+        new, _ = plan.step(plan.place(unsharded[0][0]), workloads.batch_of(0))
     assert shardings_of(new) == plan.state_shardings
     assert_close(new, unsharded[0][1])
     with pytest.raises(PlanError, match=r"batch\['x'\]: got"):
@@ -213,13 +220,59 @@ def test_a_step_on_arrays_in_their_places_does_not_look_at_each(plan, monkeypatc
     plan.step(state, batch)
 
 
-def test_a_step_that_is_refused_leaves_the_state_usable(plan):
+def test_arrays_that_are_moved_are_named_once():
+    plan = fsdp_plan()
+    state, batch = plan.init(), workloads.batch_of(0)
+    state["params"] = jax.device_put(state["params"], jax.NamedSharding(plan.mesh, jax.P()))
+    with pytest.warns(UserWarning) as caught:
+        state, _ = plan.step(state, batch)
+    first, second = (str(w.message) for w in caught)
+    assert first.startswith("plan.step moves state['params']['w1'] (and 1 more leaves)")
+    assert "got NamedSharding(" in first and "expected NamedSharding(" in first
+    assert "plan.place(state)" in first
+    assert second.startswith("plan.step moves batch['x'] (and 1 more leaves)")
+    assert "plan.put(batch)" in second
+    assert {w.filename for w in caught} == {__file__}
+    plan.step(state, batch)  # warnings are errors here: none comes a second time
+
+
+def test_arrays_that_jax_itself_moves_are_named_too():
+    """They are not committed to the device on which they lie."""
+    plan = fsdp_plan()
+    with pytest.warns(UserWarning, match=r"moves batch\['x'\]"):
+        plan.step(plan.init(), workloads.batch_of(0))
+
+
+def test_arrays_that_must_be_moved_or_lie_as_planned_are_no_reason_to_warn():
+    plan, batch = fsdp_plan(), workloads.batch_of(0)
+    plan.step(plan.init(), jax.tree.map(np.asarray, batch))
+    plan.step(plan.init(), plan.put(batch))
+    alone = plan_of(scaled(ones), "replicated", jax.devices()[:1])
+    alone.step(ones(), {"x": jnp.ones((16, 8)), "rate": jnp.float32(1)})
+
+
+def test_evaluation_keeps_the_programs_of_the_last_shapes(fsdp, monkeypatch):
+    monkeypatch.setattr(evaluation, "_MOST_SHAPES", 2)
+    run, state = fsdp.jit(lambda s, b: jnp.sum(b["x"])), fsdp.init()
+    built = []
+    build = evaluation.Evaluation._build
+    monkeypatch.setattr(
+        evaluation.Evaluation, "_build", lambda *a: built.append(len(a[2]["x"])) or build(*a)
+    )
+    for size in (1, 2, 1, 3, 1, 2):
+        run(state, workloads.batch_of(0, size))
+    assert built == [1, 2, 3, 2] and len(run._compiled) == 2
+
+
+def test_a_step_that_is_refused_leaves_the_state_usable():
+    plan = fsdp_plan()
     state, batch = plan.init(), plan.put(workloads.batch_of(0))
     with pytest.raises(PlanError, match=r"batch\['y'\]: got"):
         plan.step(state, {**batch, "y": batch["y"][:8]})
     with pytest.raises(PlanError, match="the batch has structure"):
         plan.step(state, (batch["x"], batch["y"]))
-    new, _ = plan.step(state, jax.device_put(batch, jax.devices()[1]))
+    with pytest.warns(UserWarning, match=r"plan\.put"):
+        new, _ = plan.step(state, jax.device_put(batch, jax.devices()[1]))
     assert shardings_of(new) == plan.state_shardings
 
 
@@ -269,7 +322,7 @@ def kept(monkeypatch):
 def test_evaluation_is_divided_as_the_step_is(kind, monkeypatch):
     """Each device multiplies its part, and no weight is gathered that the step would not gather."""
     target = find_target(jax.devices())
-    subject = make_subject(trace(workloads.mlp()), target, "free", None)
+    subject = make_problem(trace(workloads.mlp()), target, "free", None)
     layout = next(b for b in baselines(subject.space) if b.name == kind).candidate.layout
     plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
     compiled, state = kept(monkeypatch), plan.init()
@@ -307,14 +360,14 @@ def test_evaluation_errors_are_the_users_own(plan):
 def test_the_running_step_is_the_program_that_was_judged(searched):
     """Lowered anew from the trial's candidate, as rungs 2 and 3 do, it has the same digest."""
     plan = searched.plan
-    subject = make_subject(plan.program, plan.target, "free", None)
+    subject = make_problem(plan.program, plan.target, "free", None)
     candidate = plan.trial.candidate
-    specs = told(subject.analysis, subject.space.specs(candidate.layout))
+    specs = minimal_constraints(subject.analysis, subject.space.specs(candidate.layout))
     judged = lower_step(subject.analysis, specs, plan.target)
     assert plan.lower().digest == judged.digest
     assert plan.candidate == candidate
     other = next(t for t in plan.evidence.trials if t.candidate != candidate and t.compiled)
-    specs = told(subject.analysis, subject.space.specs(other.candidate.layout))
+    specs = minimal_constraints(subject.analysis, subject.space.specs(other.candidate.layout))
     other = lower_step(subject.analysis, specs, plan.target)
     assert other.digest != judged.digest
 
@@ -448,7 +501,7 @@ def test_no_device_holds_the_whole_of_the_state_while_it_is_made(fsdp, monkeypat
 
 
 def test_a_step_with_manual_regions_is_checked_against_the_same_with_nothing_divided():
-    of = make_subject(trace(programs.manual_region()), find_target(jax.devices()), "free", None)
+    of = make_problem(trace(programs.manual_region()), find_target(jax.devices()), "free", None)
     layouts = [found.candidate.layout for found in baselines(of.space)]
     divided = next(layout for layout in layouts if any(map(any, of.space.specs(layout).inputs)))
     plan = Plan(of.analysis, of.space, find_target(jax.devices()), divided, Evidence())
@@ -459,7 +512,7 @@ def test_a_step_with_manual_regions_is_checked_against_the_same_with_nothing_div
 def test_a_plan_that_computes_something_else_is_told(fsdp, monkeypatch):
     """Its step is lowered from another workload: one that learns twice as fast."""
     target = find_target(jax.devices())
-    other = make_subject(trace(workloads.mlp(rate=0.2)), target, "free", None)
+    other = make_problem(trace(workloads.mlp(rate=0.2)), target, "free", None)
     wrong = Plan(other.analysis, other.space, target, fsdp.layout, Evidence()).lower()
     monkeypatch.setattr(Plan, "lower", lambda self: wrong)
     with pytest.raises(PlanError, match=r"not compute what it should: .*\n.*state\['params'\]"):
@@ -480,7 +533,7 @@ def test_a_plan_that_computes_something_else_is_told(fsdp, monkeypatch):
 )
 def test_what_keeps_a_check_from_running_is_told(fsdp, monkeypatch, call, message):
     full = Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="no room")
-    monkeypatch.setattr(Bench, call, lambda *_: full)
+    monkeypatch.setattr(LocalRunner, call, lambda *_: full)
     with pytest.raises(PlanError, match=message):
         fsdp.check()
 
@@ -495,7 +548,7 @@ def scaled(init):
 
 def plan_of(workload, name="FSDP", mesh=None):
     target = find_target(jax.devices() if mesh is None else mesh)
-    subject = make_subject(trace(workload), target, "free", None)
+    subject = make_problem(trace(workload), target, "free", None)
     chosen = next(b for b in baselines(subject.space) if b.name == name)
     layout = chosen.candidate.layout
     return Plan(subject.analysis_for(layout), subject.space, target, layout, Evidence())
@@ -603,7 +656,7 @@ def test_evaluation_of_a_step_as_written_keeps_what_every_evaluation_does():
     workload = autoshard.Workload(
         step=step, init=ones, batch={"x": jax.ShapeDtypeStruct((16, 8), "float32")}
     )
-    plan = plan_of(workload, "as written", mesh)
+    plan = plan_of(workload, "as annotated", mesh)
     x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
     twice = plan.jit(lambda state, batch: batch["x"] * 2)
     for batch in ({"x": x}, plan.put({"x": x}), {"x": jax.device_put(x, jax.devices()[1])}):

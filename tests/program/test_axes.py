@@ -284,3 +284,36 @@ def test_an_evaluation_function_has_axes_too() -> None:
         batch=shaped(BATCH, EMBED),
     )
     assert sizes(analyse(workload).analysis.axes) == sorted([BATCH, EMBED, MLP])
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("scanned_gpt", {"batch", "sequence", "vocab", "embed", "heads", "hidden"}),
+        ("unrolled_gpt", {"batch", "sequence", "vocab", "embed", "heads", "hidden"}),
+        ("fused_qkv", {"batch", "sequence", "heads", "head_dim"}),
+        ("mixture_of_experts", {"batch", "sequence", "experts", "hidden"}),
+        ("adamw", {"batch", "hidden"}),
+        ("conv_net", {"batch"}),
+        ("equal_width_mlp", {"batch"}),
+    ],
+)
+def test_the_data_flow_gives_short_names(name: str, roles: set[str]) -> None:
+    labels = [a.label for a in axes_of(name).axes]
+    assert {label for label in labels if label.replace("_", "").isalpha()} == roles
+    assert len(set(labels)) == len(labels)
+
+
+def test_roles_name_the_right_axes() -> None:
+    found = {a.label: a.size for a in axes_of("unrolled_gpt").axes}
+    wanted = {"batch": BATCH, "vocab": VOCAB, "embed": EMBED, "heads": HEADS, "hidden": MLP}
+    assert {role: found[role] for role in wanted} == wanted
+    assert found["out[1]"] == VOCAB and found["k[2]"] == found["o[1]"] == HEAD_DIM
+
+
+def test_names_that_the_model_gives_are_labels_too() -> None:
+    workload = dataclasses.replace(
+        programs.unrolled_gpt(), axis_names={"['emb']": ("tokens", "model")}
+    )
+    labels = {a.label for a in analyse(workload).analysis.axes.axes}
+    assert {"tokens", "model"} <= labels and not {"vocab", "embed"} & labels

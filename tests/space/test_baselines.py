@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program.program import trace
 from autoshard.records.layout import Layout
 from autoshard.space.baselines import baselines
@@ -36,7 +37,7 @@ def test_a_gpt_has_all_of_them() -> None:
 
 def test_data_parallel_shards_the_batch_and_nothing_else() -> None:
     layout = baseline(subject("scanned_gpt").space, "data parallel")
-    assert layout.compute == (("batch", ("x",)),) and layout.storage == ()
+    assert layout.activation_rules == (("batch", ("x",)),) and layout.state_rules == ()
     clip = baseline(subject("clip").space, "data parallel")
     assert {axis for axis, _ in clip.compute} == {"batch.image", "batch.text"}
 
@@ -47,14 +48,14 @@ def test_fsdp_stores_an_eighth_and_computes_as_data_parallel_does() -> None:
     replicated = judge(of, baseline(of.space, "replicated"))
     fsdp = judge(of, layout)
     assert fsdp.state_bytes == replicated.state_bytes / 8
-    assert layout.compute == baseline(of.space, "data parallel").compute
+    assert layout.activation_rules == baseline(of.space, "data parallel").compute
 
 
 def test_tensor_parallel_cuts_columns_then_rows() -> None:
     of = subject("scanned_gpt")
     sizes = {a.name: a.size for a in of.space.axes.axes}
     cuts = [
-        {sizes[axis] for axis, _ in b.candidate.layout.compute}
+        {sizes[axis] for axis, _ in b.candidate.layout.activation_rules}
         for b in baselines(of.space)
         if b.name == "tensor parallel"
     ]
@@ -65,9 +66,9 @@ def test_tensor_parallel_of_an_equal_width_mlp_takes_every_other_axis() -> None:
     of = subject("equal_width_mlp")
     weights = of.analysis.axes.inputs[: len(of.analysis.program.state)]
     cuts = [
-        {axis for axis, _ in b.candidate.layout.compute}
+        {axis for axis, _ in b.candidate.layout.activation_rules}
         for b in baselines(of.space)
-        if b.name == "tensor parallel" and not b.candidate.layout.giving_way
+        if b.name == "tensor parallel" and not b.candidate.layout.conflict_losers
     ]
     assert cuts
     for cut in cuts:
@@ -99,16 +100,16 @@ def test_experts_are_found_by_what_they_are_multiplied_with() -> None:
     assert sorted(shapes) == [(2, 4), (4, 2), (8,)]
     for (name, mesh), layout in found.items():
         every, last = tuple(axis for axis, _ in mesh), mesh[-1][0]
-        assert dict(layout.compute) == {"batch": every, experts: (last,)}
-        rest = {axis: to for axis, to in layout.storage if axis != experts}
+        assert dict(layout.activation_rules) == {"batch": every, experts: (last,)}
+        rest = {axis: to for axis, to in layout.state_rules if axis != experts}
         assert (set(rest.values()) == {every}) is (name == "FSDP x EP")
 
 
 def test_the_step_as_written_is_a_baseline_where_it_has_constraints() -> None:
     found = baselines(subject("with_constraints").space)
-    assert found[0].name == "as written"
-    assert found[0].candidate.layout == Layout(mesh=(("data", 4), ("model", 2)), as_written=True)
-    assert "as written" not in {b.name for b in baselines(subject("scanned_gpt").space)}
+    assert found[0].name == "as annotated"
+    assert found[0].candidate.layout == Layout(mesh=(("data", 4), ("model", 2)), as_annotated=True)
+    assert "as annotated" not in {b.name for b in baselines(subject("scanned_gpt").space)}
 
 
 def test_what_lies_beside_the_examples_takes_no_baseline_away() -> None:
@@ -141,7 +142,7 @@ def test_what_lies_beside_the_examples_takes_no_baseline_away() -> None:
 
 def test_experts_on_one_device_have_one_layout() -> None:
     program = trace(programs.grouped_experts())
-    one = make_subject(program, find_target(jax.devices()[:1]), "free", None)
+    one = make_problem(program, find_target(jax.devices()[:1]), "free", None)
     assert [b.name for b in baselines(one.space)] == ["replicated"]
 
 
@@ -183,7 +184,7 @@ def test_fsdp_divides_what_can_be_divided() -> None:
 
     program = trace(Workload(step=step, init=init, batch=shaped(64, 64)))
     for count in (2, 8):
-        space = make_subject(program, find_target(jax.devices()[:count]), "free", None).space
+        space = make_problem(program, find_target(jax.devices()[:count]), "free", None).space
         assert {b.name for b in baselines(space)} >= {"FSDP", "ZeRO-1", "tensor parallel"}
         fsdp = space.specs(baseline(space, "FSDP"))
         stored = {x.path: s for x, s in zip(program.state, fsdp.inputs, strict=False)}
@@ -193,3 +194,31 @@ def test_fsdp_divides_what_can_be_divided() -> None:
             "state['key']": (),
         }
         assert 2 not in {axis.size for axis in space.shardable()}
+
+
+def test_blocks_that_no_router_chooses_are_no_experts() -> None:
+    def step(params, x):
+        def loss(p):
+            heads = jnp.einsum("bd,dhk->bhk", x, p["split"])
+            mixed = jnp.einsum("bhk,hkm->bhm", heads, p["blocks"])
+            return (jnp.einsum("bhm,hmd->bd", jnp.tanh(mixed), p["join"]) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params)), {}
+
+    shapes = {"split": (64, 8, 16), "blocks": (8, 16, 32), "join": (8, 32, 64)}
+    of = analyse(
+        Workload(
+            step=step,
+            init=lambda: {name: jnp.ones(shape) for name, shape in shapes.items()},
+            batch=jax.ShapeDtypeStruct((16, 64), "float32"),
+        )
+    )
+    names = {b.name for b in baselines(of.space)}
+    assert "FSDP x block TP" in names and not any("EP" in name for name in names)
+    assert not any(a.is_selected for a in of.space.axes.axes)
+
+
+@pytest.mark.parametrize("name", ["grouped_experts", "mixture_of_experts"])
+def test_a_router_chooses_experts(name: str) -> None:
+    names = {b.name for b in baselines(subject(name).space)}
+    assert "FSDP x EP" in names and not any("block" in each for each in names)

@@ -3,6 +3,8 @@
 import os
 import pathlib
 import platform
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +14,7 @@ from autoshard.target.host import (
     described,
     machine,
     memory_bytes,
+    peak_bytes,
     processor,
 )
 
@@ -50,9 +53,70 @@ def test_a_machine_is_its_architecture_and_its_processor() -> None:
 
 def test_only_the_cores_of_this_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
-    assert cores() == 3
+    assert cores(of_process="") == 3
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert cores() == (os.cpu_count() or 1)
+    assert cores(of_process="") == (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("of_process", "files", "expected"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, 8),
+        ("0::/", {}, 8),
+        ("0::/job", {"job/cpu.max": "250000 100000"}, 2),
+        ("0::/job", {"job/cpu.max": "50000 100000"}, 1),
+        ("0::/job", {"job/cpu.max": "3200000 100000"}, 8),
+        ("0::/job/step", {"job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000"}, 3),
+        (
+            "5:cpu,cpuacct:/job",
+            {"cpu/job/cpu.cfs_quota_us": "400000", "cpu/job/cpu.cfs_period_us": "100000"},
+            4,
+        ),
+        (
+            "5:cpu,cpuacct:/",
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            8,
+        ),
+        (
+            "5:memory:/job",
+            {"cpu/job/cpu.cfs_quota_us": "400000", "cpu/job/cpu.cfs_period_us": "100000"},
+            8,
+        ),
+    ],
+)
+def test_a_process_has_no_more_cores_than_its_control_group_has_time_for(
+    of_process: str,
+    files: dict[str, str],
+    expected: int,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    write(tmp_path, files)
+    assert cores(tmp_path, of_process) == expected
+
+
+def write(folder: pathlib.Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+def test_the_peak_is_that_of_this_program_alone(tmp_path: pathlib.Path) -> None:
+    """getrusage says that of a larger process that started this one."""
+    assert peak_bytes(tmp_path) == 0, "nothing tells"
+    write(tmp_path, {"self/status": "VmPeak:\t 9000 kB\nVmHWM:\t    8 kB\nVmRSS:\t 4 kB"})
+    assert peak_bytes(tmp_path) == 8192
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="needs Linux")
+def test_a_small_child_of_a_large_process_has_a_small_peak() -> None:
+    code = "from autoshard import host; print(host.peak_bytes())"
+    run = f"subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+    large = f"import subprocess, sys; held = b'x' * (400 << 20); {run}"
+    done = subprocess.run([sys.executable, "-c", large], capture_output=True, check=True)
+    assert 1 << 20 < int(done.stdout) < 200 << 20
 
 
 @pytest.mark.parametrize(
@@ -73,10 +137,7 @@ def test_only_the_cores_of_this_process_count(monkeypatch: pytest.MonkeyPatch) -
 def test_a_process_has_no_more_memory_than_its_control_group(
     of_process: str, files: dict[str, str], expected: int | None, tmp_path: pathlib.Path
 ) -> None:
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+    write(tmp_path, files)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert memory_bytes(tmp_path, of_process) == (expected or physical)
 

@@ -9,20 +9,32 @@ import time
 import pytest
 
 import autoshard
+from autoshard.compat.xla.executable import MemoryUse
+from autoshard.plan.file import read_plan
 from autoshard.records.layout import Candidate, Layout
 from autoshard.records.module import Module
 from autoshard.records.trial import Failure, Kind, Rung, Stage
-from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.rungs.compile import job as compile_job
+from autoshard.rungs.compile.job import CompileResult
+from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.rungs.worker.process import WorkerSettings, worker_here
-from autoshard.space.baselines import baselines
+from autoshard.space import baselines
 from autoshard.tuner import compiling
 from autoshard.tuner.compiling import Compiling
-from autoshard.tuner.measuring import Measuring, opened_bench
+from autoshard.tuner.measuring import Measuring, opened_runner
 from autoshard.tuner.state import Row
 from tests.analysed import COST, subject, target
 from tests.tuner.test_promoting import estimate
-from tests.workloads import UNMEASURED
+from tests.workloads import UNMEASURED, lines
 
+RESULT = CompileResult(
+    memory=MemoryUse(
+        arguments_bytes=0, outputs_bytes=0, temporaries_bytes=0, aliased_bytes=0, peak_bytes=0
+    ),
+    hlo_text="",
+    warnings=(),
+    elapsed_s=0.0,
+)
 NOT_JUDGED = Failure(stage=Stage.PROPAGATE, kind=Kind.UNSUPPORTED, message="not asked")
 
 
@@ -31,6 +43,7 @@ class Interrupted:
 
     target = target()
     executables = None
+    budget = autoshard.Budget()
 
 
 def test_after_ctrl_c_no_thread_waits_for_a_compilation(tmp_path):
@@ -201,9 +214,68 @@ def test_of_rows_that_come_to_one_program_one_is_compiled(ledger, monkeypatch, a
 
 def test_the_bench_looks_where_the_compiler_wrote(ledger, tmp_path):
     ledger.executables = tmp_path
-    with opened_bench(ledger) as bench:
-        assert isinstance(bench, ChildBench)
+    with opened_runner(ledger) as bench:
+        assert isinstance(bench, ChildRunner)
         assert bench._executables == tmp_path
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with so many cores and so many GiB of free memory."""
+
+    def of(cores: int, free_gib: float) -> None:
+        monkeypatch.setattr(compile_job, "cores", lambda: cores)
+        monkeypatch.setattr(compiling, "available_bytes", lambda: int(free_gib * 2**30))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_gib", "most"),
+    [(1, 100, 10), (2, 100, 10), (8, 100, 22), (8, 10, 12), (8, 1, 10), (64, 500, 38)],
+)
+def test_a_larger_machine_compiles_more_where_the_budget_leaves_it_open(
+    ledger, machine, cores, free_gib, most
+):
+    machine(cores, free_gib)
+    assert Compiling(ledger, None).most == most
+    assert Compiling(ledger, Silent()).most == 10, "how many workers an executor has is unknown"
+    ledger.budget = autoshard.Budget(compiles=7)
+    assert Compiling(ledger, None).most == 7
+
+
+def test_accelerators_that_are_here_have_one_compiler(ledger, machine):
+    machine(64, 500)
+    ledger.target = dataclasses.replace(ledger.target, platform="gpu")
+    assert (Compiling(ledger, None).workers(), Compiling(ledger, None).most) == (1, 10)
+
+
+def test_workers_are_as_many_as_the_largest_peak_seen_allows(ledger, machine, monkeypatch):
+    machine(8, 12)
+    peaks = iter([1, 6, 2, 100])
+    monkeypatch.setattr(
+        compiling,
+        "compile_in_process",
+        lambda request: dataclasses.replace(RESULT, peak_bytes=next(peaks) << 30),
+    )
+    rung2 = Compiling(ledger, None)
+    seen = [rung2.workers()]
+    for _ in range(4):
+        rung2._compile(None)
+        seen.append(rung2.workers())
+    assert seen == [4, 8, 2, 2, 1]
+
+
+def test_plan_and_journal_say_how_many_programs_could_be_compiled(quick, machine, tmp_path):
+    machine(3, 100)
+    journal = tmp_path / "journal.jsonl"
+    plan = quick(budget=autoshard.Budget(candidates=4, profiles=0), journal=journal, executor=None)
+    assert plan.evidence.compiles == 12
+    assert sum(t.was_compiled for t in plan.evidence.trials) <= 12
+    plan.save(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json").evidence.compiles == 12
+    records = [r for r in lines(journal) if r.get("rung") == "compile" and "outcome" in r]
+    assert records and {r["most"] for r in records} == {12}
 
 
 class Silent(concurrent.futures.Executor):
@@ -301,7 +373,7 @@ def test_after_ctrl_c_nothing_stays_in_the_queue_of_a_users_executor(quick, monk
 
 
 @pytest.mark.parametrize(
-    ("platform", "told"), [("tpu", "libtpu 1"), ("gpu", ""), ("cpu", "")], ids=str
+    ("platform", "minimal_constraints"), [("tpu", "libtpu 1"), ("gpu", ""), ("cpu", "")], ids=str
 )
 def test_the_compiler_of_a_live_tpu_is_in_the_key(ledger, monkeypatch, platform, told):
     """It is a package of its own; jaxlib's version, which every key has, says no more of it."""

@@ -8,6 +8,7 @@ from autoshard.records.layout import Candidate, Layout, rules
 from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Rung, Stage
 from autoshard.target.cost import Correction
 from autoshard.tuner import promoting
+from autoshard.tuner.budget import Budget
 from autoshard.tuner.state import Row
 
 
@@ -26,7 +27,7 @@ def estimate(time_s=1.0, peak=100, state=10, rung=Rung.PROPAGATE):
 
 
 def row(number, baseline="", **changes):
-    layout = Layout(mesh=(("x", 8),), compute=rules({f"axis {number}": "x"}))
+    layout = Layout(mesh=(("x", 8),), activation_rules=rules({f"axis {number}": "x"}))
     fields = {
         "subject": 0,
         "candidate": Candidate(layout=layout),
@@ -79,7 +80,7 @@ def test_hopeless_baselines_stay_behind_but_for_two_and_what_the_author_wrote(le
     assert promoting.hopeful_baselines(ledger) == [0, 1, 5, 3]
     assert promoting.baseline_rows(ledger) == [0, 1, 5, 2, 4, 3]
     own = ledger.rows[4].candidate
-    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_written=True))
+    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_annotated=True))
     ledger.rows[4].candidate = written
     assert promoting.hopeful_baselines(ledger) == [4, 0, 1, 5, 3]
     ledger.rows = ledger.rows[2:4]
@@ -127,7 +128,7 @@ def test_two_baselines_and_what_the_author_wrote_are_measured_however_slow(ledge
     assert promoting.worth_measuring(ledger, range(8)) == [0, 3, 2, 4]
     assert promoting.worth_measuring(ledger, [5, 3, 4]) == [3, 4], "beside all that is compiled"
     own = ledger.rows[1].candidate
-    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_written=True))
+    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_annotated=True))
     ledger.rows[1].candidate = written
     assert promoting.worth_measuring(ledger, range(8)) == [0, 3, 2, 1, 4]
     assert promoting.worth_measuring(ledger, [7]) == []
@@ -176,3 +177,26 @@ def test_the_smallest_is_tried_last_and_once(ledger):
     assert promoting.smallest(ledger) == 1, "rung 1 may be wrong"
     ledger.rows[1].compiled = Failure(stage=Stage.COMPILE, kind=Kind.CRASH, message="by rung 2")
     assert promoting.smallest(ledger) is None
+
+
+def test_data_parallel_and_one_fsdp_always_go_on_where_four_are_measured(ledger):
+    slow = [
+        row(0, "FSDP x TP", propagated=estimate(1.0)),
+        row(1, "ZeRO-1", propagated=estimate(1.1)),
+        row(2, "tensor parallel", propagated=estimate(1.2)),
+        row(3, "FSDP, small whole", propagated=estimate(5.0)),
+        row(4, "data parallel", propagated=estimate(6.0)),
+        row(5, "FSDP", propagated=estimate(7.0)),
+        row(6, "replicated", propagated=estimate(8.0)),
+    ]
+    ledger.rows = slow
+    assert promoting.hopeful_baselines(ledger) == [0, 1, 2, 3, 4]
+    for one in ledger.rows:
+        one.compiled = dataclasses.replace(one.propagated, rung=Rung.COMPILE)
+    assert promoting.worth_measuring(ledger, range(7)) == [0, 4, 3, 1, 2]
+    ledger.budget = Budget(profiles=3)
+    assert promoting.hopeful_baselines(ledger) == [0, 1, 2]
+    assert promoting.worth_measuring(ledger, range(7)) == [0, 1, 2]
+    ledger.budget = Budget()
+    slow[4].compiled = estimate(6.0, peak=2000, rung=Rung.COMPILE)
+    assert promoting.worth_measuring(ledger, range(7)) == [0, 3, 1, 2], "it does not fit"

@@ -16,53 +16,65 @@ class Compiler:
     """Says what rung 1 said, times `slower` of what is in it."""
 
     def __init__(self, ledger, slower):
-        self.count, self._ledger, self._slower = 0, ledger, slower
+        self.count, self._state, self._slower = 0, ledger, slower
+        self.most = ledger.budget.compiles_by(workers=7)  # 20 where the budget leaves it open
+        self.at_work = False
 
     def compile(self, indices, share):
+        self.begin(indices, share)
+        self.finish()
+
+    def begin(self, indices, share):
+        self.at_work = True
         self.count += len(indices)
         for i in indices:
-            time_s = self._ledger.rows[i].propagated.time_s * self._slower.get(i, 1.0)
-            self._ledger.rows[i].compiled = estimate(time_s, rung=Rung.COMPILE)
-
-    begin = compile
+            time_s = self._state.rows[i].propagated.time_s * self._slower.get(i, 1.0)
+            self._state.rows[i].compiled = estimate(time_s, rung=Rung.COMPILE)
 
     def known(self, row):
         return False
 
     def finish(self):
-        pass
+        self.at_work = False
 
 
 class Clock:
     """Measures what is predicted, but for what is `broken`, and knows what it was given."""
 
-    def __init__(self, ledger, broken):
-        self.waves, self.ranking, self._ledger, self._broken = {}, (), ledger, broken
+    def __init__(self, ledger, broken, compiler):
+        self.waves, self.ranking, self._state, self._broken = {}, (), ledger, broken
+        self._compiler = compiler
 
     def measure(self, bench, indices, wave, rounds, first_round, share):
+        assert not self._compiler.at_work, "compilers would take cores from what is measured"
         self.waves[wave] = list(indices)
         for i in indices:
-            seen = Measurement(samples_s=(self._ledger.estimated_s(i),), rounds=(first_round,))
-            self._ledger.rows[i].profiled = WRONG if i in self._broken else seen
-        self.ranking = tuple(self._ledger.measured())
+            seen = Measurement(samples_s=(self._state.estimated_s(i),), rounds=(first_round,))
+            self._state.rows[i].profiled = WRONG if i in self._broken else seen
+        self.ranking = tuple(self._state.measured())
 
 
 @pytest.fixture
 def climbed(ledger, monkeypatch):
     """Searches rows of these times; the first `baselines` of them are that."""
 
-    def climb(times_s, baselines, slower=None, broken=(), **budget):
+    def climb(times_s, baselines, slower=None, broken=(), names=None, **budget):
         ledger.budget = Budget(**budget)
         ledger.rows = [
-            row(i, f"baseline {i}" if i < baselines else "", propagated=estimate(t))
+            row(
+                i,
+                (names or {}).get(i, f"baseline {i}") if i < baselines else "",
+                propagated=estimate(t),
+            )
             for i, t in enumerate(times_s)
         ]
         monkeypatch.setattr(search, "propagate_all", lambda ledger, a, b, begin: begin())
-        monkeypatch.setattr(search, "opened_bench", lambda ledger: contextlib.nullcontext())
-        compiler, clock = Compiler(ledger, slower or {}), Clock(ledger, broken)
+        monkeypatch.setattr(search, "opened_runner", lambda ledger: contextlib.nullcontext())
+        compiler = Compiler(ledger, slower or {})
+        clock = Clock(ledger, broken, compiler)
         search._climb(ledger, compiler, clock, None)
         compiled = sum(r.compiled is not None for r in ledger.rows)
-        assert compiled == compiler.count <= ledger.budget.compiles
+        assert compiled == compiler.count <= compiler.most
         assert len(ledger.measured()) <= ledger.budget.profiles
         return clock.waves
 
@@ -85,6 +97,16 @@ def test_hopeless_baselines_leave_their_place_to_the_best(climbed, ledger):
     assert waves["first"] == [10, 0, 1, 11, 12, 13, 14]
     assert waves["final"] == [10, 11, 12, 15, 16, 17, 18, 19]
     assert ledger.rows[2].compiled and not ledger.rows[2].profiled
+
+
+@pytest.mark.parametrize("compiles", [3, 4, 20])
+def test_four_measurements_are_enough_for_data_parallel_and_fsdp(climbed, ledger, compiles):
+    times = [1.0, 1.01, 1.02, 5.0, 6.0, *(0.9 + i / 1000 for i in range(30))]
+    names = {3: "data parallel", 4: "FSDP, gathered once"}
+    waves = climbed(times, 5, names=names, compiles=compiles, profiles=4)
+    assert {3, 4} <= set(waves["first"])
+    waves = climbed(times, 5, names=names, compiles=compiles, profiles=3)
+    assert not {3, 4} & set(waves["first"])
 
 
 def test_what_the_compiler_finds_hopeless_is_not_measured_in_either_wave(climbed):

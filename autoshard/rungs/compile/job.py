@@ -20,7 +20,13 @@ from autoshard.rungs.compile.store import keep
 from autoshard.rungs.worker import process as worker_module
 from autoshard.rungs.worker.failures import failure_of
 from autoshard.rungs.worker.process import WorkerProcess, WorkerSettings, worker_here
+from autoshard.target.host import cores, peak_bytes
 from autoshard.target.target import Target
+
+FIRST_PEAK_BYTES = 3 << 30
+"""The memory that a compile is taken to need until one has been seen."""
+
+_MOST_WORKERS = 16
 
 _NICE = 5
 """Compilers stand back: the search keeps its core, and the user's machine stays at hand."""
@@ -43,6 +49,8 @@ class CompileResult:
       hlo_text: the optimized program of one device.
       warnings: the partitioner's involuntary full rematerializations, each once.
       elapsed_s: time compiling, seconds, without starting a worker.
+      peak_bytes: the most memory that the worker has held so far; 0 where nothing tells, or where
+        the search's own process compiled.
       assumptions: sentences on what the compiler had to be told, besides the module.
     """
 
@@ -51,6 +59,18 @@ class CompileResult:
     warnings: tuple[str, ...]
     elapsed_s: float
     assumptions: tuple[str, ...] = ()
+    peak_bytes: int = 0
+
+
+def workers_for(free_bytes: int | None, peak_bytes: int) -> int:
+    """How many programs may compile at once on this machine: at least 1.
+
+    Args:
+      free_bytes: memory of the host for all of them; None where nothing tells.
+      peak_bytes: memory for one of them.
+    """
+    room = _MOST_WORKERS if free_bytes is None else free_bytes // peak_bytes
+    return max(1, min(cores(), room, _MOST_WORKERS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +216,7 @@ def _compile(
             warnings=rematerializations(_written_since(before)),
             elapsed_s=elapsed_s,
             assumptions=assumptions,
+            peak_bytes=peak_bytes(),
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         return failure_of(error, Stage.COMPILE, time.perf_counter() - begin)

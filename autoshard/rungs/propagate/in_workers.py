@@ -14,7 +14,8 @@ from autoshard.program.analysis import Analysis
 from autoshard.records.trial import Failure, Stage
 from autoshard.rungs.propagate.partition import Annotations, Partition, annotations, judged
 from autoshard.rungs.worker.failures import declined
-from autoshard.rungs.worker.process import WorkerSettings, worker_here, worker_threads
+from autoshard.rungs.worker.pool import worker_threads
+from autoshard.rungs.worker.process import WorkerSettings, worker_here
 from autoshard.space.specs import Specs
 
 Answer: TypeAlias = "concurrent.futures.Future[Partition | Failure]"
@@ -43,7 +44,7 @@ class Partitioners:
         self._analyses = analyses
         self._settings = WorkerSettings(platform="cpu", device_count=1, folder=folder)
         self._time_limit_s = time_limit_s
-        # Written when it is first asked about: of what is never asked nothing is kept.
+        # AnnotatedStep when it is first asked about: of what is never asked nothing is kept.
         self._base = functools.cache(self._written)
 
     def ask(self, index: int, specs: Specs) -> Answer:
@@ -83,7 +84,7 @@ def opened(
       folder: for the workers' output, see WorkerSettings.
       time_limit_s: for one layout.
     """
-    with worker_threads(workers, "autoshard-partition") as pool:
+    with worker_threads(lambda: workers, "autoshard-partition") as pool:
         yield Partitioners(pool, analyses, folder, time_limit_s)
 
 

@@ -6,7 +6,6 @@ Requests and answers are length-prefixed pickles over two pipes of their own; wh
 by Python or by XLA, goes to a file. A request is a module-level function and its arguments.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -22,7 +21,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -398,6 +397,11 @@ def worker_here(settings: WorkerSettings) -> WorkerProcess:
     return worker
 
 
+def start_none_after(ended: threading.Event) -> None:
+    """Once `ended` is set, no worker of the calling thread is started any more."""
+    _here.ended = ended
+
+
 def close_worker_here() -> None:
     """Ends the worker of the calling thread, if it has one: nothing else is asked of it."""
     worker = getattr(_here, "worker", None)
@@ -416,28 +420,3 @@ def stop_workers(threads: Iterable[int]) -> None:
         worker = _of_threads.get(thread)
         if worker is not None:
             worker.stop()
-
-
-@contextlib.contextmanager
-def worker_threads(count: int, name: str) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Threads for jobs that use `worker_here`; at the end their workers are stopped.
-
-    Args:
-      count: of threads, each of which comes to have a worker.
-      name: that theirs begin with.
-    """
-    threads: list[int] = []
-    ended = threading.Event()
-
-    def begin() -> None:
-        threads.append(threading.get_ident())
-        _here.ended = ended
-
-    pool = concurrent.futures.ThreadPoolExecutor(count, name, begin)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        ended.set()
-        # After Ctrl-C the interpreter would not end before what the threads wait for.
-        stop_workers(threads)

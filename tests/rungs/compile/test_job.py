@@ -73,6 +73,7 @@ def test_the_workers_program_is_the_parents(worker):
     assert result.hlo_text == here.hlo_text
     assert result.warnings == ()
     assert result.elapsed_s > 0
+    assert result.peak_bytes > 64 << 20, "the worker holds at least JAX"
 
 
 def test_rematerialization_warnings_belong_to_their_compile(worker, capfd):

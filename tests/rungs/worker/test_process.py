@@ -15,12 +15,8 @@ from autoshard.errors import WorkerError
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.rungs.worker import deadlock as standstill
 from autoshard.rungs.worker import process as worker_module
-from autoshard.rungs.worker.process import (
-    WorkerProcess,
-    WorkerSettings,
-    worker_here,
-    worker_threads,
-)
+from autoshard.rungs.worker.pool import worker_threads
+from autoshard.rungs.worker.process import WorkerProcess, WorkerSettings, worker_here
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +326,7 @@ def test_after_the_end_of_its_threads_no_worker_is_started(tmp_path, monkeypatch
                 call(worker, len, "abc")
             said.append(worker.pid)
 
-    with worker_threads(1, "test") as pool:
+    with worker_threads(lambda: 1, "test") as pool:
         future = pool.submit(job)
         assert started.wait(60)
     ended.set()
