@@ -112,7 +112,8 @@ def specs(model, name, part="params"):
 
 
 def gathered(text):
-    return re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", text)
+    """Shapes of the float32 results of all-gathers; the batch is gathered as integers."""
+    return re.findall(r"= f32\[([\d,]*)\]\S* all-gather\(", text)
 
 
 def collectives(model, name):

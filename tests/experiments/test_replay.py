@@ -12,8 +12,8 @@ from experiments.ranks import Parts
 from experiments.samples import Sample
 
 CHEAP = (
-    *("mlp-8", "vit-4", "decoder-8", "moe-8"),
-    *("recurrent-4", "graph_network-4", "recommender-8", "linen_vit-8"),
+    *("mlp-8", "vit-4", "decoder-8", "encoder_decoder-8"),
+    *("recurrent-4", "graph_network-4", "recommender-8", "state_space-8"),
 )
 """Samples of eight families that take seconds to trace and to partition."""
 

@@ -29,12 +29,6 @@ def test_each_pixel_becomes_a_square():
             np.testing.assert_array_equal(image_HWC[shift::3, ::3, shift], image_HWC[::3, 1::3, 0])
 
 
-def test_a_seed_fixes_the_batch():
-    first, again, other = (digits.images(seed, 8, 8)[0] for seed in (3, 3, 4))
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, other)
-
-
 def test_a_size_between_is_refused():
     with pytest.raises(ValueError, match="size=28 must be a multiple of 8"):
         digits.images(0, 1, 28)

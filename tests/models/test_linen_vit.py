@@ -1,19 +1,16 @@
 """The vision transformer in Linen: the NNX module's parameters, and its function of them."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from models import vit
 from models.linen_vit import ViT, loss, sample
-from models.vit import VIT_B16, ViTConfig
+from models.vit import ViTConfig
 from tests.compiled import compiled
-from tests.models.descent import made, parameter_count
+from tests.models.made import made
 
 SMALL = {"image": 16, "patch": 8, "d_model": 16, "mlp_dim": 32, "layers": 2}
 
@@ -21,27 +18,6 @@ SMALL = {"image": 16, "patch": 8, "d_model": 16, "mlp_dim": 32, "layers": 2}
 def parameters(config, seed=0):
     image_BHWC = jnp.zeros((1, config.image, config.image, config.channels))
     return compiled(lambda: ViT(config).init(jax.random.key(seed), image_BHWC)["params"])()
-
-
-@pytest.mark.slow
-def test_training_lowers_the_loss():
-    config, optimizer = ViTConfig(), optax.adam(3e-3)
-    module, params = ViT(config), parameters(config)
-
-    def step(params, opt_state, batch):
-        def run(params):
-            return loss(lambda image_BHWC: module.apply({"params": params}, image_BHWC), batch)[0]
-
-        value, gradients = jax.value_and_grad(run)(params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return value, optax.apply_updates(params, updates), opt_state
-
-    opt_state, losses = optimizer.init(params), []
-    step = compiled(step, params, opt_state, sample(0, 64, config))
-    for seed in range(40):
-        value, params, opt_state = step(params, opt_state, sample(seed, 64, config))
-        losses.append(float(value))
-    assert np.mean(losses[-5:]) < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("embedding_norm", [False, True])
@@ -85,26 +61,3 @@ def test_scanned_equals_unrolled(remat):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), found, expected
     )
-
-
-def test_the_hook_sees_each_activation_with_its_rank():
-    seen = []
-
-    def record(x, names):
-        assert x.ndim == len(names)
-        seen.append(names)
-        return x
-
-    config = ViTConfig(**SMALL, scanned=False)
-    image_BHWC = jnp.zeros((1, 16, 16, 1))
-    jax.eval_shape(ViT(config, record).init, jax.random.key(0), image_BHWC)
-    assert seen.count(("batch", None, "heads", None)) == 2 * 4
-    assert seen.count(("batch", None, "mlp")) == 2
-    assert seen[-1] == ("batch", "classes")
-
-
-def test_published_size_is_that_of_nnx():
-    image_BHWC = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
-    abstract = jax.eval_shape(ViT(VIT_B16).init, jax.random.key(0), image_BHWC)
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract["params"]))
-    assert count == parameter_count(lambda: vit.ViT(VIT_B16))
