@@ -1,7 +1,6 @@
 """The ranked table of a plan, as plain text."""
 
-from typing import TYPE_CHECKING
-
+from autoshard.records.evidence import PlanSummary
 from autoshard.records.trial import Estimate, Failure, Measurement, Stage, Trial, paired_ratio
 from autoshard.records.words import (
     mebibytes,
@@ -11,9 +10,6 @@ from autoshard.records.words import (
     traffic_in_words,
 )
 from autoshard.report.explain import explain, numerics
-
-if TYPE_CHECKING:
-    from autoshard.plan.plan import Plan
 
 _HEAD = (
     "#",
@@ -29,10 +25,10 @@ _HEAD = (
 _LONGEST = 12
 
 
-def describe(plan: "Plan") -> str:
+def describe(plan: PlanSummary) -> str:
     """Everything a person wants to see of a plan: table, rules, reason, numerics, notes."""
     evidence = plan.evidence
-    lines = [f"Plan for {evidence.target or plan.target.describe()} ({evidence.ended})", ""]
+    lines = [f"Plan for {evidence.target or plan.target} ({evidence.ended})", ""]
     shown = _shown(evidence.trials, evidence.ranking)
     rows: list[tuple[str, ...]] = [_HEAD]
     rules: list[str] = []
