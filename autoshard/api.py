@@ -25,7 +25,8 @@ from autoshard.lowering.problem import (
     trace_all,
 )
 from autoshard.plan.load import checked_plan
-from autoshard.plan.plan import Evidence, Plan
+from autoshard.plan.plan import Plan
+from autoshard.records.evidence import Evidence
 from autoshard.records.trial import Measurement, Stage
 from autoshard.report.progress import shown_progress
 from autoshard.rungs.profile.calibration_files import cost_model
