@@ -35,9 +35,12 @@ _RUNG = (
 def packed(sample: Mapping[str, Any]) -> dict[str, Any]:
     """One line of the file, from the content of a sample.json."""
     borrowed = sample.get("borrowed", {})
+    constants = {**sample["constants"], **borrowed.get("constants", {})}
+    if "combines_sums" in constants:  # the name of this constant until 0.1
+        constants.setdefault("one_by_one", constants.pop("combines_sums"))
     return {
         **{key: sample[key] for key in _CASE if key in sample},
-        "constants": {**sample["constants"], **borrowed.get("constants", {})},
+        "constants": constants,
         "borrowed": borrowed.get("machines", {}),
         "programs": [
             {
