@@ -121,7 +121,7 @@ def search(
         if not target.is_here:
             start_jax()
             budget = dataclasses.replace(budget, profiles=0)
-        callbacks = [harmless(callback) for callback in (shown, *callbacks)]
+        callbacks = [harmless(shown), *map(harmless, callbacks)]
         limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
         def tell(done: int, text: str) -> None:
