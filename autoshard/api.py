@@ -18,10 +18,10 @@ from autoshard.errors import NoPlanError, TargetError
 from autoshard.lowering.problem import (
     KnobValue,
     ModelFn,
-    Subject,
+    SearchProblem,
     all_subjects,
     check_samples,
-    make_subject,
+    make_problem,
     trace_all,
 )
 from autoshard.plan.load import checked_plan
@@ -136,10 +136,10 @@ def search(
             if target.is_here and budget.profiles:
                 check_samples(programs, seed)
             as_subject = functools.partial(
-                make_subject, target=target, mesh_shape=mesh_shape, fix=fix
+                make_problem, target=target, mesh_shape=mesh_shape, fix=fix
             )
             tell(1, "reading the program")
-            subjects, unread = all_subjects(programs, as_subject)
+            problems, unread = all_subjects(programs, as_subject)
             notes += unread
             cost = cost_model(
                 target, calibration, lambda: tell(2, "calibrating: once for a machine")
@@ -147,7 +147,7 @@ def search(
             tell(3, "ready for layouts")
             folder = log.path.parent if log.path is not None else None
             found = run_search(
-                subjects,
+                problems,
                 target,
                 cost,
                 budget=budget,
@@ -162,24 +162,24 @@ def search(
             )
         if not found.ranking:
             raise NoPlanError(
-                why_no_plan(found, subjects, target, cost, limit, model_fn, as_subject)
+                why_no_plan(found, problems, target, cost, limit, model_fn, as_subject)
             )
         notes += found.notes
-        return _plan(found, subjects, target, limit, tuple(notes), cost.constants.digest)
+        return _plan(found, problems, target, limit, tuple(notes), cost.constants.digest)
 
 
 def _plan(
     found: Found,
-    subjects: Sequence[Subject],
+    problems: Sequence[SearchProblem],
     target: Target,
     limit_bytes: int,
     notes: tuple[str, ...],
     constants_digest: str,
 ) -> Plan:
     winner = found.ranking[0]
-    subject = subjects[found.subject[winner]]
+    problem = problems[found.problem[winner]]
     measured = any(isinstance(trial.profiled, Measurement) for trial in found.trials)
-    if measured and subject.analysis.program.workload.sample is None:
+    if measured and problem.analysis.program.workload.sample is None:
         notes += ("measured with synthetic batches: floats normal, integers 0 or 1",)
     evidence = Evidence(
         trials=found.trials,
@@ -191,13 +191,13 @@ def _plan(
         false_rejections=found.false_rejections,
         correction=(found.correction.compute, found.correction.communication),
         notes=notes,
-        axes=tuple((a.name, a.size, a.where) for a in subject.analysis.axes.axes),
+        axes=tuple((a.name, a.size, a.where) for a in problem.analysis.axes.axes),
         constants_digest=constants_digest,
         compiles=found.compiles,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     layout = found.trials[winner].candidate.layout
-    return Plan(subject.analysis_for(layout), subject.space, target, layout, evidence)
+    return Plan(problem.analysis_for(layout), problem.space, target, layout, evidence)
 
 
 def load_plan(

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import autoshard
+from autoshard.errors import CalibrationError, JournalError
 from autoshard.plan.file import read_plan
 from autoshard.records.trial import Estimate, Measurement
 from autoshard.rungs.profile.calibration_files import _kept
@@ -74,18 +75,18 @@ def test_the_plans_hold_outcomes_of_all_three_rungs():
     assert all(m.numerics_error is not None and m.numerics_allowed is None for m in measured)
 
 
-def test_a_journal_of_0_1_is_read(tmp_path):
-    path = shutil.copy(FOLDER / "journal-0.1.jsonl", tmp_path)
-    lines = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()[1:]]
-    keys = {line["key"]: line["rung"] for line in lines if line["record"] == "outcome"}
-    journal = Journal(path)
-    journal.close()
-    assert set(keys.values()) == {"propagate", "compile", "profile", "trace"}
-    assert len(journal) == len(keys) and all(journal.find(key) is not None for key in keys)
+def test_a_journal_of_0_1_is_refused_in_one_line_and_left_untouched(tmp_path):
+    path = pathlib.Path(shutil.copy(FOLDER / "journal-0.1.jsonl", tmp_path))
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="has schema 1, this version reads 2: start a new one"):
+        Journal(path)
+    assert path.read_bytes() == before
 
 
-def test_a_calibration_of_0_1_is_read():
-    path = FOLDER / "calibration-0.1.json"
-    constants = _kept(path)
-    assert constants is not None
-    assert constants.digest == json.loads(path.read_text())["digest"]
+def test_a_calibration_of_0_1_is_refused_in_one_line_and_left_untouched(tmp_path):
+    path = pathlib.Path(shutil.copy(FOLDER / "calibration-0.1.json", tmp_path))
+    before = path.read_bytes()
+    with pytest.raises(CalibrationError) as refused:
+        _kept(path)
+    assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+    assert path.read_bytes() == before

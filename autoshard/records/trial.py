@@ -131,7 +131,7 @@ class Measurement:
     """What rung 3 measured: every sample, in the order taken.
 
     Attributes:
-      samples_s: wall time of each step, seconds (`rungs.bench.Benches.run` says from when to when).
+      samples_s: wall time of each step, seconds (`rungs.bench.Runner.run` says from when to when).
       rounds: for each sample the round it was taken in; samples of one round pair up.
       devices: the profile of each device, empty where no trace was taken.
       numerics: "exact", "relative", "unchecked", or "unsharded": on one device, where

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from autoshard.records.layout import Layout, Rules, Whole, Wording
+from autoshard.records.layout import Constraints, Gather, Layout, Rules
 
 _WHOLE = {
-    Whole.SMALL: "small arrays as computed",
-    Whole.ONCE: "parameters gathered once",
-    Whole.USED: "parameters as computed",
+    Gather.SMALL_REPLICATED: "small arrays as computed",
+    Gather.PER_STEP: "parameters gathered once",
+    Gather.PARAMS_REPLICATED: "parameters as computed",
 }
-_CONSTRAINTS = {Wording.LEAN: "usual", Wording.LEAST: "minimal", Wording.ALL: "all"}
+_CONSTRAINTS = {Constraints.USUAL: "usual", Constraints.MINIMAL: "minimal", Constraints.ALL: "all"}
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _MOST_NAMES = 4
@@ -92,7 +92,7 @@ def rules_in_words(layout: Layout, names: Mapping[str, str] | None = None) -> st
     Args:
       names: logical axis -> the name to print; other axes are printed as the layout names them.
     """
-    if layout.as_written:
+    if layout.as_annotated:
         return "the step's own constraints"
 
     def called(axes: Iterable[str]) -> str:
@@ -104,24 +104,24 @@ def rules_in_words(layout: Layout, names: Mapping[str, str] | None = None) -> st
             by_target.setdefault(to, []).append(axis)
         return [f"{called(axes)} over {'+'.join(to)}" for to, axes in by_target.items()]
 
-    compute, storage = dict(layout.compute), dict(layout.storage)
-    parts = over(layout.compute)
-    if more := over(tuple(rule for rule in layout.storage if compute.get(rule[0]) != rule[1])):
+    compute, storage = dict(layout.activation_rules), dict(layout.state_rules)
+    parts = over(layout.activation_rules)
+    if more := over(tuple(rule for rule in layout.state_rules if compute.get(rule[0]) != rule[1])):
         parts.append("store " + ", ".join(more))
     whole = [a for a in compute if a not in storage and not a.startswith("batch")]
     if whole:
         parts.append(f"store {called(whole)} whole")
-    if layout.whole is not Whole.NOTHING:
-        parts.append(_WHOLE[layout.whole])
+    if layout.gather is not Gather.PER_USE:
+        parts.append(_WHOLE[layout.gather])
     if layout.small_replicated:
         parts.append("small arrays replicated")
-    if layout.whole_into_loops:
+    if layout.gather_loop_inputs:
         parts.append("activations whole into loops")
-    if layout.wording is not Wording.LEAN:
-        parts.append(f"constraints: {_CONSTRAINTS[layout.wording]}")
-    if layout.giving_way:
-        way = "give" if len(layout.giving_way) > 1 else "gives"
-        parts.append(f"{called(layout.giving_way)} {way} way")
+    if layout.constraints is not Constraints.USUAL:
+        parts.append(f"constraints: {_CONSTRAINTS[layout.constraints]}")
+    if layout.conflict_losers:
+        way = "give" if len(layout.conflict_losers) > 1 else "gives"
+        parts.append(f"{called(layout.conflict_losers)} {way} way")
     return "; ".join(parts) or "everything replicated"
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from autoshard.records.layout import Wording
+from autoshard.records.layout import Constraints
 from autoshard.records.trial import Estimate, Failure, Measurement, Stage, Trial, relative_time
 from autoshard.records.words import (
     Unit,
@@ -244,7 +244,7 @@ def _shown(trials: tuple[Trial, ...], ranking: tuple[int, ...]) -> list[Trial]:
             chosen.append(trial)
     rows: dict[object, Trial] = {}
     for trial in chosen:
-        rows.setdefault(trial.candidate.worded(Wording.LEAN), trial)
+        rows.setdefault(trial.candidate.with_constraints(Constraints.USUAL), trial)
     return list(rows.values())
 
 

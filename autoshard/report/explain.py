@@ -15,12 +15,12 @@ def explain(plan: "Plan") -> str:
     winner = plan.trial
     if winner is None or not isinstance(winner.estimate, Estimate):
         return "The plan was made without a search."
-    wording = winner.candidate.layout.wording
+    constraints = winner.candidate.layout.constraints
     others = [
         t
         for t in evidence.trials
         if t.baseline
-        and t.candidate.worded(wording) != winner.candidate
+        and t.candidate.with_constraints(constraints) != winner.candidate
         and t.failure is None
         and isinstance(judged := t.compiled if winner.compiled else t.propagated, Estimate)
         and judged.peak_memory_bytes <= evidence.memory_limit_bytes

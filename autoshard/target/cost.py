@@ -26,15 +26,6 @@ from autoshard.records.trial import Collective
 from autoshard.records.work import Work
 from autoshard.target.network import Network, collective_s
 
-MODEL_REVISION = 57
-"""Part of every journal key.
-
-Raise it when estimates change by a change here, to `network`, `arithmetic`, `precision`, `siting`,
-`rewrite`, `specs`, `operations`, `fusion`, `kernels`, `buffers`, `trips`, `convolutions`, `halos`,
-`shifts`, `hlo` or `rungs` (propagate, sending, halos, shifting, own_sends), to what `compat` reads
-of a module or tells the partitioner, or to which constraints `constraints.told` keeps.
-"""
-
 _NARROW = re.compile(r"(?:f|i|s|u|ui)([48])(?:[eE]\d.*)?")
 """Types of 8 and 4 bits: f8E4M3FN (MLIR), f8e4m3fn (HLO), i8, ui8, s8, u4."""
 
@@ -190,8 +181,8 @@ class CostModel:
         """Operations a second of products of this dtype, in MLIR's words or HLO's; "" for all else.
 
         A rate of `f8` or `f4` is that of every format of the width, `s8` that of `i8` and `u8` too.
-        Of f32 it depends on how precisely it is multiplied (`precision.multiplied_as`) where the
-        constants say so, else it is that of all f32.
+        The rate of f32 depends on its precision (`precision.effective_matmul_dtype`) where the
+        constants say so.
         """
         if not dtype:
             return self.constants.element_flops_per_s

@@ -29,7 +29,7 @@ from autoshard.records.trial import (
     Stage,
 )
 
-SCHEMA = 1
+SCHEMA = 2
 _FORMAT = "autoshard-journal"
 _HEADER: dict[str, object] = {"format": _FORMAT, "schema": SCHEMA}
 
@@ -79,8 +79,8 @@ def outcome_from_json(data: dict[str, object]) -> Outcome:
 
 
 def key_of(**parts: object) -> str:
-    """Hex digest of everything a record's answer depends on."""
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
+    """Hex digest of everything a record's answer depends on, which must be JSON."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
         model_fn=lambda: programs.grouped_experts(width=2 * programs.MLP),
         make=_unsearched("data x EP, small replicated"),
     ),
-    "as-written": Case(model_fn=programs.with_constraints, make=_unsearched("as written")),
+    "as-written": Case(model_fn=programs.with_constraints, make=_unsearched("as annotated")),
     "h100-1x8": Case(
         model_fn=workloads.mlp,
         make=lambda model_fn, folder: _searched(model_fn, folder, mesh="h100:1x8"),

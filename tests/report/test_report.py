@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.records.layout import Candidate, Layout, Whole, Wording, rules
+from autoshard.records.layout import Candidate, Constraints, Gather, Layout, rules
 from autoshard.records.trial import (
     Collective,
     DeviceProfile,
@@ -25,7 +25,7 @@ from autoshard.report.explain import numerics
 from autoshard.tuner.budget import Budget
 from autoshard.tuner.journal import Journal
 from autoshard.tuner.measuring import Measuring
-from autoshard.tuner.state import Ledger, Row
+from autoshard.tuner.state import Row, SearchState
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ MESH = (("x", 4), ("y", 2))
     ],
 )
 def test_rules(compute, storage, text):
-    layout = Layout(mesh=MESH, compute=rules(compute), storage=rules(storage))
+    layout = Layout(mesh=MESH, activation_rules=rules(compute), state_rules=rules(storage))
     assert rules_in_words(layout) == text
     assert mesh_in_words(layout) == "x=4 y=2"
 
@@ -68,28 +68,28 @@ def test_rules(compute, storage, text):
 @pytest.mark.parametrize(
     ("whole", "text"),
     [
-        (Whole.NOTHING, "batch over x; store embed over x"),
-        (Whole.SMALL, "batch over x; store embed over x; small arrays as computed"),
-        (Whole.ONCE, "batch over x; store embed over x; parameters gathered once"),
-        (Whole.USED, "batch over x; store embed over x; parameters as computed"),
+        (Gather.PER_USE, "batch over x; store embed over x"),
+        (Gather.SMALL_REPLICATED, "batch over x; store embed over x; small arrays as computed"),
+        (Gather.PER_STEP, "batch over x; store embed over x; parameters gathered once"),
+        (Gather.PARAMS_REPLICATED, "batch over x; store embed over x; parameters as computed"),
     ],
 )
 def test_what_stays_whole_is_told(whole, text):
     compute, storage = rules({"batch": "x"}), rules({"embed": "x"})
-    layout = Layout(mesh=MESH, compute=compute, storage=storage, whole=whole)
+    layout = Layout(mesh=MESH, activation_rules=compute, storage=storage, gather=whole)
     assert rules_in_words(layout) == text
 
 
 def test_other_words():
     assert mesh_in_words(Layout(mesh=())) == "1 device"
-    assert rules_in_words(Layout(mesh=MESH, as_written=True)) == "the step's own constraints"
-    least = Layout(mesh=MESH, wording=Wording.LEAST)
+    assert rules_in_words(Layout(mesh=MESH, as_annotated=True)) == "the step's own constraints"
+    least = Layout(mesh=MESH, constraints=Constraints.MINIMAL)
     assert rules_in_words(least).endswith("constraints: minimal")
-    small = Layout(mesh=MESH, compute=rules({"mlp": "x"}), small_replicated=True)
+    small = Layout(mesh=MESH, activation_rules=rules({"mlp": "x"}), small_replicated=True)
     assert rules_in_words(small).endswith("; small arrays replicated")
-    into_loops = Layout(mesh=MESH, compute=rules({"mlp": "x"}), whole_into_loops=True)
+    into_loops = Layout(mesh=MESH, activation_rules=rules({"mlp": "x"}), gather_loop_inputs=True)
     assert rules_in_words(into_loops).endswith("; activations whole into loops")
-    assert rules_in_words(Layout(mesh=MESH, giving_way=("scores",))) == "scores gives way"
+    assert rules_in_words(Layout(mesh=MESH, conflict_losers=("scores",))) == "scores gives way"
     assert traffic_in_words({}) == traffic_in_words({"all_gather": 0}) == "nothing"
     assert traffic_in_words({"all_reduce": 2048, "all_gather": 3 << 20}) == (
         "all-gather 3.0 MiB, all-reduce 2 KiB"
@@ -98,7 +98,7 @@ def test_other_words():
 
 def test_rules_are_short():
     table = rules({"a": "y", "b": "y", "batch": "x", "c": "y", "d": "y", "e": "y", "f": "y"})
-    layout = Layout(mesh=MESH, compute=table, storage=table, giving_way=("a", "b"))
+    layout = Layout(mesh=MESH, activation_rules=table, storage=table, conflict_losers=("a", "b"))
     assert rules_in_words(layout, {"a": "heads"}) == (
         "batch over x; heads, b, c, d and 2 more over y; heads, b give way"
     )
@@ -128,7 +128,7 @@ def measurement(seconds_, **changes):
 
 
 def trial(name, mesh=MESH, compute=None, **changes):
-    layout = Layout(mesh=mesh, compute=rules(compute or {name or "found": "x"}))
+    layout = Layout(mesh=mesh, activation_rules=rules(compute or {name or "found": "x"}))
     fields = {
         "candidate": Candidate(layout=layout),
         "propagated": estimate(Rung.PROPAGATE),
@@ -185,11 +185,11 @@ def test_failures_are_shown_also_of_a_baseline_that_has_siblings(searched):
     oom = Failure(stage=Stage.PROPAGATE, kind=Kind.OOM, message="needs 2 MiB")
     trials = [
         trial("FSDP", compiled=estimate()),
-        trial("tensor parallel", compute={"a": "x"}),
-        trial("tensor parallel", compute={"b": "x"}, compiled=crash),
-        trial("tensor parallel", compute={"c": "x"}, compiled=oom),
-        trial("", compute={"d": "x"}, compiled=crash),
-        trial("replicated", compute={}, propagated=oom),
+        trial("tensor parallel", activation_rules={"a": "x"}),
+        trial("tensor parallel", activation_rules={"b": "x"}, compiled=crash),
+        trial("tensor parallel", activation_rules={"c": "x"}, compiled=oom),
+        trial("", activation_rules={"d": "x"}, compiled=crash),
+        trial("replicated", activation_rules={}, propagated=oom),
     ]
     text = describe(planned(searched, trials))
     assert text.count("failed in compile: crash, segfault") == 2
@@ -206,7 +206,7 @@ def test_what_was_dropped_is_told_once_each_and_cut_off(searched):
     apart = tuple(f"state['w'][0]: mlp of {i} is not divisible by x=4" for i in range(20))
     same = [
         trial("FSDP", compiled=estimate(dropped=apart)),
-        trial("data parallel", compute={"a": "x"}, compiled=estimate(dropped=apart[:1])),
+        trial("data parallel", activation_rules={"a": "x"}, compiled=estimate(dropped=apart[:1])),
     ]
     text = describe(planned(searched, same))
     assert text.count("not divisible") == 12 and "and 8 more" in text
@@ -222,7 +222,10 @@ def test_what_the_winner_s_prediction_leaves_out_or_assumes_is_told(searched):
         assumptions=tuple(f"while %{i}: taken as 1" for i in range(15)),
     )
     other = estimate(assumptions=("only another one's",), time_s=0.02)
-    trials = [trial("FSDP", compiled=best), trial("replicated", compute={}, compiled=other)]
+    trials = [
+        trial("FSDP", compiled=best),
+        trial("replicated", activation_rules={}, compiled=other),
+    ]
     lines = describe(planned(searched, trials, ranking=(0, 1))).splitlines()
     first = lines.index(names[0])
     assert lines[first + 1 : first + 3] == [
@@ -241,7 +244,7 @@ def test_warnings_of_the_partitioner_are_told_beside_their_layout(searched):
     warned = estimate(warnings=("full rematerialization of dot", "and another"))
     trials = [
         trial("FSDP", compiled=estimate()),
-        trial("replicated", compute={}, compiled=warned),
+        trial("replicated", activation_rules={}, compiled=warned),
     ]
     lines = describe(planned(searched, trials, ranking=(0, 1))).splitlines()
     first = lines.index("Bad reshards that the partitioner warned of:")
@@ -289,8 +292,8 @@ def test_what_does_not_fit_is_no_rival(searched):
     limit = searched.plan.evidence.memory_limit_bytes
     large = estimate(time_s=0.01, peak_memory_bytes=limit + 1)
     rivals = [
-        trial("replicated", compute={"r": "x"}, compiled=large),
-        trial("data parallel", compute={"c": "x"}, compiled=estimate(time_s=0.03)),
+        trial("replicated", activation_rules={"r": "x"}, compiled=large),
+        trial("data parallel", activation_rules={"c": "x"}, compiled=estimate(time_s=0.03)),
     ]
     assert "a step, data parallel 30.0 ms" in explain(planned(searched, [best, *rivals]))
     assert "compared with no baseline" in explain(planned(searched, [best, rivals[0]]))
@@ -298,7 +301,7 @@ def test_what_does_not_fit_is_no_rival(searched):
 
 def test_without_measurements_the_prediction_speaks(searched):
     best = trial("FSDP", compiled=estimate(time_s=0.01))
-    rival = trial("replicated", compute={"r": "x"}, compiled=estimate(time_s=0.03))
+    rival = trial("replicated", activation_rules={"r": "x"}, compiled=estimate(time_s=0.03))
     text = explain(planned(searched, [best, rival]))
     assert text.startswith(
         "The winner (it is the baseline 'FSDP') is predicted to take 10.0 ms a step, replicated"
@@ -306,8 +309,8 @@ def test_without_measurements_the_prediction_speaks(searched):
     )
     assert text.endswith("alike.")
     lean = trial("FSDP", compiled=estimate(time_s=0.02))
-    worded = lean.candidate.worded(Wording.ALL)
-    reworded = dataclasses.replace(best, candidate=worded)
+    with_constraints = lean.candidate.with_constraints(Constraints.ALL)
+    reworded = dataclasses.replace(best, candidate=with_constraints)
     told = explain(planned(searched, [reworded, lean, rival]))
     assert "replicated 30.0 ms" in told, "the same layout in other words is no rival"
     assert "was compared with no baseline" in explain(planned(searched, [best]))
@@ -316,7 +319,7 @@ def test_without_measurements_the_prediction_speaks(searched):
     assert "was not measured, and is the first by prediction: 1 others were run and failed" in (
         explain(planned(searched, lines))
     )
-    single = trial("replicated", mesh=(), compute={"r": ()}, compiled=estimate())
+    single = trial("replicated", mesh=(), activation_rules={"r": ()}, compiled=estimate())
     assert explain(planned(searched, [single])) == "There is one device: nothing is sharded."
 
 
@@ -385,7 +388,11 @@ def table(text):
 def test_what_only_rung_1_said_is_marked(searched):
     trials = [
         trial("FSDP", compiled=estimate()),
-        trial("replicated", compute={"r": "x"}, propagated=estimate(Rung.PROPAGATE, time_s=0.02)),
+        trial(
+            "replicated",
+            activation_rules={"r": "x"},
+            propagated=estimate(Rung.PROPAGATE, time_s=0.02),
+        ),
     ]
     text = describe(planned(searched, trials))
     first, second = table(text)
@@ -400,7 +407,7 @@ def test_the_memory_limit_has_one_line_and_what_is_above_it_a_mark(searched):
     large = estimate(peak_memory_bytes=3 << 20)
     trials = [
         trial("FSDP", compiled=estimate()),
-        trial("replicated", compute={"r": "x"}, compiled=large),
+        trial("replicated", activation_rules={"r": "x"}, compiled=large),
     ]
     text = describe(planned(searched, trials, memory_limit_bytes=2 << 20))
     assert text.splitlines()[1] == "Memory limit: 2.00 MiB a device (! is above it)"
@@ -413,7 +420,7 @@ def test_a_table_has_one_unit_for_all_sizes_and_one_for_all_times(searched):
     small = estimate(time_s=4e-4, peak_memory_bytes=1 << 19, sent=300)
     trials = [
         trial("FSDP", compiled=estimate(time_s=2.0, peak_memory_bytes=5 << 30)),
-        trial("ZeRO-1", compute={"z": "x"}, compiled=small),
+        trial("ZeRO-1", activation_rules={"z": "x"}, compiled=small),
     ]
     rows = table(describe(planned(searched, trials, memory_limit_bytes=8 << 30)))
     assert [row["predicted s"] for row in rows] == ["2.00", "<0.001"]
@@ -452,7 +459,7 @@ def test_the_times_of_a_table_never_contradict_its_order(searched, times):
         )
         for i, one in enumerate(found)
     ]
-    ledger = Ledger(
+    ledger = SearchState(
         subjects=[],
         target=searched.plan.target,
         cost=None,
@@ -478,10 +485,12 @@ def test_the_times_of_a_table_never_contradict_its_order(searched, times):
 
 def test_a_layout_has_one_row_whatever_constraints_put_it_into_the_program(searched):
     lean = trial("FSDP", compiled=estimate(time_s=0.02))
-    worded = dataclasses.replace(
-        lean, candidate=lean.candidate.worded(Wording.ALL), compiled=estimate(time_s=0.01)
+    with_constraints = dataclasses.replace(
+        lean,
+        candidate=lean.candidate.with_constraints(Constraints.ALL),
+        compiled=estimate(time_s=0.01),
     )
-    text = describe(planned(searched, [lean, worded], ranking=(1, 0)))
+    text = describe(planned(searched, [lean, with_constraints], ranking=(1, 0)))
     (row,) = table(text)
     assert row["predicted ms"] == "10.0" and "constraints: all" in text
 
@@ -508,5 +517,5 @@ def test_how_a_search_ended(searched, ended, words):
 
 def test_the_table_names_axes_by_what_they_are(searched):
     axis = next(a for a in searched.plan.axes.axes if a.label != a.name)
-    text = describe(planned(searched, [trial("FSDP", compute={axis.name: "x"})]))
+    text = describe(planned(searched, [trial("FSDP", activation_rules={axis.name: "x"})]))
     assert f"1 FSDP: {axis.label} over x" in text and axis.name not in text

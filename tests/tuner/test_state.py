@@ -8,12 +8,11 @@ import pytest
 
 from autoshard.compat.shardy import stablehlo
 from autoshard.errors import LoweringError
-from autoshard.lowering import lower as lowering
 from autoshard.records.layout import Candidate, Layout
 from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Rung, Stage
 from autoshard.space.baselines import baselines
 from autoshard.target.cost import CostModel
-from autoshard.tuner import state as ledger_file
+from autoshard.tuner import state as state_file
 from autoshard.tuner.state import Row
 from tests import analysed
 from tests.analysed import CONSTANTS
@@ -74,7 +73,7 @@ def test_only_a_search_whose_whole_time_is_up_is_out_of_time(ledger, clock):
 
 @pytest.mark.parametrize(
     "changed",
-    ["rung", "program", "candidate", "constants", "leaves", "versions", "revision", "more"],
+    ["rung", "program", "candidate", "constants", "leaves", "versions", "code", "more"],
 )
 def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch, changed):
     def subject(program: str = "a", leaves: tuple = ()):
@@ -90,7 +89,7 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
     asked = {"rung": "compile", "subject": subject(), "candidate": candidate, "seed": 0}
     match changed:
         case "rung":
-            asked["rung"] = "profile"
+            asked["rung"] = "propagate"
         case "program":
             asked["subject"] = subject(program="b")
         case "candidate":
@@ -100,9 +99,9 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
         case "leaves":
             asked["subject"] = subject(leaves=(("['w']", (("x",),)),))
         case "versions":
-            monkeypatch.setattr(ledger_file, "versions", lambda: {"jax": "0.0"})
-        case "revision":
-            monkeypatch.setattr(ledger_file, "MODEL_REVISION", 0)
+            monkeypatch.setattr(state_file, "versions", lambda: {"jax": "0.0"})
+        case "code":
+            monkeypatch.setattr(state_file, "code_digest", lambda rung: "other")
         case "more":
             asked["seed"] = 1
     assert ledger.key(**asked) != before
@@ -128,7 +127,7 @@ def test_what_jax_cannot_lower_is_a_failure_and_a_bug_is_none(ledger, monkeypatc
     def bug(analysis, specs):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(lowering, "told", bug)
+    monkeypatch.setattr(state_file, "minimal_constraints", bug)
     with pytest.raises(TypeError, match="a bug"):
         ledger.module_of(row)
 
