@@ -18,15 +18,16 @@ from autoshard.errors import NoPlanError, TargetError
 from autoshard.lowering.problem import (
     KnobValue,
     ModelFn,
-    Subject,
+    SearchProblem,
     all_subjects,
     check_samples,
-    make_subject,
+    make_problem,
     trace_all,
 )
 from autoshard.plan.load import checked_plan
 from autoshard.plan.plan import Evidence, Plan
 from autoshard.records.trial import Measurement, Stage
+from autoshard.report.progress import shown_progress
 from autoshard.rungs.profile.calibration_files import cost_model
 from autoshard.target.target import Target, find_target, require_own_devices
 from autoshard.tuner import Found, run_search
@@ -54,6 +55,7 @@ def search(
     hardware: str | os.PathLike[str] | None = None,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
 ) -> Plan:
     """Finds the fastest sharding of a train step that fits the devices.
 
@@ -106,70 +108,79 @@ def search(
         raise ValueError(f"seed must be a whole number, got {seed!r}") from error
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}: batches are drawn from it")
-    target = find_target(mesh, memory_bytes, hardware)
-    require_own_devices(target)
-    if executor is not None and target.is_here and target.platform != "cpu":
-        raise TargetError(
-            f"got an executor for {target.describe()} that are here, expected none: its processes"
-            " do not hold these devices and would compile for their CPUs; leave executor out, or"
-            " name the hardware (autoshard.targets()) to compile for it anywhere"
-        )
-    if not target.is_here:
-        start_jax()
-        budget = dataclasses.replace(budget, profiles=0)
-    callbacks = [harmless(callback) for callback in callbacks]
-    limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
+    with shown_progress(progress) as shown:
+        target = find_target(mesh, memory_bytes, hardware)
+        require_own_devices(target)
+        if executor is not None and target.is_here and target.platform != "cpu":
+            raise TargetError(
+                f"got an executor for {target.describe()} that are here, expected none: its"
+                " processes do not hold these devices and would compile for their CPUs; leave"
+                " executor out, or name the hardware (autoshard.targets()) to compile for it"
+                " anywhere"
+            )
+        if not target.is_here:
+            start_jax()
+            budget = dataclasses.replace(budget, profiles=0)
+        told: list[Callback] = [shown, *callbacks]
+        callbacks = [harmless(callback) for callback in told]
+        limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
-    def tell(done: int, text: str) -> None:
-        for callback in callbacks:
-            callback(Event(stage=Stage.TRACE, done=done, total=3, text=text))
+        def tell(done: int, text: str) -> None:
+            for callback in callbacks:
+                callback(Event(stage=Stage.TRACE, done=done, total=3, text=text))
 
-    with opened(journal) as log:
-        tell(0, "tracing the step")
-        programs, notes = trace_all(model_fn, knobs, keep_constraints)
-        if shows := dict.fromkeys(line for program in programs for line in program.shows):
-            notes.append(f"the plan shows no values, as your code does at {', '.join(shows)}")
-        if target.is_here and budget.profiles:
-            check_samples(programs, seed)
-        as_subject = functools.partial(make_subject, target=target, mesh_shape=mesh_shape, fix=fix)
-        tell(1, "reading the program")
-        subjects, unread = all_subjects(programs, as_subject)
-        notes += unread
-        cost = cost_model(target, calibration, lambda: tell(2, "calibrating: once for a machine"))
-        tell(3, "ready for layouts")
-        folder = log.path.parent if log.path is not None else None
-        found = run_search(
-            subjects,
-            target,
-            cost,
-            budget=budget,
-            journal=log,
-            executor=executor,
-            strategy=strategy,
-            seed=seed,
-            callbacks=callbacks,
-            limit_bytes=limit,
-            folder=pathlib.Path(folder).absolute() if folder is not None else None,
-            start_s=start_s,
-        )
-    if not found.ranking:
-        raise NoPlanError(why_no_plan(found, subjects, target, cost, limit, model_fn, as_subject))
-    notes += found.notes
-    return _plan(found, subjects, target, limit, tuple(notes), cost.constants.digest)
+        with opened(journal) as log:
+            tell(0, "tracing the step")
+            programs, notes = trace_all(model_fn, knobs, keep_constraints)
+            if shows := dict.fromkeys(line for program in programs for line in program.shows):
+                notes.append(f"the plan shows no values, as your code does at {', '.join(shows)}")
+            if target.is_here and budget.profiles:
+                check_samples(programs, seed)
+            as_subject = functools.partial(
+                make_problem, target=target, mesh_shape=mesh_shape, fix=fix
+            )
+            tell(1, "reading the program")
+            problems, unread = all_subjects(programs, as_subject)
+            notes += unread
+            cost = cost_model(
+                target, calibration, lambda: tell(2, "calibrating: once for a machine")
+            )
+            tell(3, "ready for layouts")
+            folder = log.path.parent if log.path is not None else None
+            found = run_search(
+                problems,
+                target,
+                cost,
+                budget=budget,
+                journal=log,
+                executor=executor,
+                strategy=strategy,
+                seed=seed,
+                callbacks=callbacks,
+                limit_bytes=limit,
+                folder=pathlib.Path(folder).absolute() if folder is not None else None,
+                start_s=start_s,
+            )
+        if not found.ranking:
+            raise NoPlanError(
+                why_no_plan(found, problems, target, cost, limit, model_fn, as_subject)
+            )
+        notes += found.notes
+        return _plan(found, problems, target, limit, tuple(notes), cost.constants.digest)
 
 
 def _plan(
     found: Found,
-    subjects: Sequence[Subject],
+    problems: Sequence[SearchProblem],
     target: Target,
     limit_bytes: int,
     notes: tuple[str, ...],
     constants_digest: str,
 ) -> Plan:
     winner = found.ranking[0]
-    subject = subjects[found.subject[winner]]
+    problem = problems[found.problem[winner]]
     measured = any(isinstance(trial.profiled, Measurement) for trial in found.trials)
-    if measured and subject.analysis.program.workload.sample is None:
+    if measured and problem.analysis.program.workload.sample is None:
         notes += ("measured with synthetic batches: floats normal, integers 0 or 1",)
     evidence = Evidence(
         trials=found.trials,
@@ -181,13 +192,13 @@ def _plan(
         false_rejections=found.false_rejections,
         correction=(found.correction.compute, found.correction.communication),
         notes=notes,
-        axes=tuple((a.name, a.size, a.where) for a in subject.analysis.axes.axes),
+        axes=tuple((a.name, a.size, a.where) for a in problem.analysis.axes.axes),
         constants_digest=constants_digest,
         compiles=found.compiles,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     layout = found.trials[winner].candidate.layout
-    return Plan(subject.analysis_for(layout), subject.space, target, layout, evidence)
+    return Plan(problem.analysis_for(layout), problem.space, target, layout, evidence)
 
 
 def load_plan(

@@ -11,7 +11,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from autoshard.records.layout import Candidate
 from autoshard.records.trial import Estimate, Failure, Stage
 from autoshard.space.baselines import baselines
-from autoshard.space.moves import drafts
+from autoshard.space.moves import moves
 from autoshard.space.space import Space
 from autoshard.tuner.promotion import DEFAULT_LOWER_BOUND, surely_too_large
 from autoshard.tuner.state import Row
@@ -54,7 +54,7 @@ def walk(best: Sequence[Candidate], space: Space, rng: random.Random) -> Candida
     starts = starts or [b.candidate for b in baselines(space)]
     here = rng.choice(starts)
     for _ in range(rng.randint(1, 4)):
-        near = list(drafts(space, here))
+        near = list(moves(space, here))
         rng.shuffle(near)
         here = next((c for c in near if space.contains(c) is None), here)
     return here

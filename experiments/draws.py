@@ -7,7 +7,7 @@ from autoshard.records.layout import Candidate
 from autoshard.records.trial import Estimate
 from autoshard.rungs.propagate import Propagator
 from autoshard.space.space import Space
-from autoshard.tuner.state import Ledger, Row
+from autoshard.tuner.state import Row, SearchState
 
 PATIENCE = 2000
 """Draws without a new program, after which a space counts as exhausted."""
@@ -20,7 +20,7 @@ def uniform(space: Space, rng: random.Random) -> Candidate | None:
     return space.sample(rng)
 
 
-def fastest(ledger: Ledger, count: int) -> list[int]:
+def fastest(ledger: SearchState, count: int) -> list[int]:
     """Rows of the `count` programs that rung 1 says are fastest, of those that it says fit.
 
     Not what a search compiles: that leaves out what rung 1 cannot tell from a chosen one, and those
@@ -45,14 +45,14 @@ class Draws:
       skipped: candidates whose state alone is too large.
     """
 
-    def __init__(self, ledger: Ledger, seen: set[object], patience: int = PATIENCE):
+    def __init__(self, ledger: SearchState, seen: set[object], patience: int = PATIENCE):
         self.skipped = 0
-        self._ledger, self._seen, self._patience = ledger, seen, patience
+        self._state, self._seen, self._patience = ledger, seen, patience
         self._propagators = [Propagator(subject.analysis) for subject in ledger.subjects]
 
     def rows(self, draw: Draw) -> Iterator[int]:
         """Indices of the rows added; the same seed draws the same."""
-        ledger = self._ledger
+        ledger = self._state
         rng = random.Random(ledger.seed)
         idle = 0
         while idle < self._patience:

@@ -15,7 +15,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 
-from autoshard.records.layout import Candidate, Layout, Whole
+from autoshard.records.layout import Candidate, Gather, Layout
 from autoshard.space.space import Space
 from autoshard.tuner.strategy import Seen
 from autoshard.tuner.strategy.base import score
@@ -55,19 +55,19 @@ def draw(space: Space, choose: Choose) -> Candidate:
         compute[axis.name] = options[choose(f"compute {where}", tuple(options))]
         if not axis.is_data:
             storage[axis.name] = options[choose(f"storage {where}", tuple(options))]
-    whole = Whole(choose("whole", tuple(Whole)))
-    giving_way = [
+    whole = Gather(choose("whole", tuple(Gather)))
+    conflict_losers = [
         axis
         for axis in space.contested(compute, storage)
         if choose(f"way {axis}", ("kept", "given")) == "given"
     ]
-    layout = space.layout(mesh, compute, storage, giving_way, whole)
+    layout = space.layout(mesh, compute, storage, conflict_losers, whole)
     if space.divides_small(layout):
         replicated = choose("small", ("as computed", "replicated")) == "replicated"
         layout = dataclasses.replace(layout, small_replicated=replicated)
     if space.enters_loops(layout):
         into_loops = choose("into loops", ("divided", "whole")) == "whole"
-        layout = dataclasses.replace(layout, whole_into_loops=into_loops)
+        layout = dataclasses.replace(layout, gather_loop_inputs=into_loops)
     return space.candidate(layout)
 
 
@@ -151,7 +151,7 @@ def parameters(space: Space, layout: Layout) -> tuple[Values, dict[str, BaseDist
     """The parameters that make a layout, None if it lies on a mesh that has merged."""
     if layout.mesh not in space.meshes:
         return None
-    compute, storage = dict(layout.compute), dict(layout.storage)
+    compute, storage = dict(layout.activation_rules), dict(layout.state_rules)
     values: Values = {}
     distributions: dict[str, BaseDistribution] = {}
 
@@ -160,13 +160,13 @@ def parameters(space: Space, layout: Layout) -> tuple[Values, dict[str, BaseDist
         if kind == "mesh":
             wanted = _written(tuple(f"{n}={s}" for n, s in layout.mesh))
         elif kind == "whole":
-            wanted = layout.whole
+            wanted = layout.gather
         elif kind == "small":
             wanted = "replicated" if layout.small_replicated else "as computed"
         elif kind == "into":
-            wanted = "whole" if layout.whole_into_loops else "divided"
+            wanted = "whole" if layout.gather_loop_inputs else "divided"
         elif kind == "way":
-            wanted = "given" if rest in layout.giving_way else "kept"
+            wanted = "given" if rest in layout.conflict_losers else "kept"
         else:
             axis = rest.rpartition(" on ")[0]
             wanted = _written((compute if kind == "compute" else storage).get(axis, ()))

@@ -40,7 +40,6 @@ from autoshard.target.host import machine
 from autoshard.target.target import find_target
 from experiments import hand_judge, pod_sizes, pod_tasks
 from experiments.handwritten_pod.baselines import baselines
-from experiments.progress import progress_bar, show_on
 from experiments.since_start import since_start_s
 
 _MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "What to plan.")
@@ -79,18 +78,16 @@ def main(argv: list[str]) -> None:
         layers=size.model.layers,
         scanned=_SCANNED.value,
     )
-    with progress_bar(console) as progress:
-        plan = autoshard.search(
-            model_fn,
-            _TARGET.value,
-            knobs={"remat": tuple(_REMAT.value)},
-            budget=autoshard.Budget(
-                candidates=_CANDIDATES.value, compiles=_COMPILES.value, compile_seconds=600.0
-            ),
-            journal=journal,
-            seed=_SEED.value,
-            callbacks=(show_on(progress),),
-        )
+    plan = autoshard.search(
+        model_fn,
+        _TARGET.value,
+        knobs={"remat": tuple(_REMAT.value)},
+        budget=autoshard.Budget(
+            candidates=_CANDIDATES.value, compiles=_COMPILES.value, compile_seconds=600.0
+        ),
+        journal=journal,
+        seed=_SEED.value,
+    )
     elapsed_s = since_start_s()
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -77,9 +77,9 @@ def _overrides(figures: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def _plan_is(figures: Mapping[str, Any]) -> str:
-    """The baseline a plan is, and its wording where that is not the usual one."""
-    words = figures["layout"].get("wording")
-    return (figures["baseline"] or "none of them") + (f" (wording: {words})" if words else "")
+    """The baseline a plan is, and its constraints where that is not the usual one."""
+    words = figures["layout"].get("constraints")
+    return (figures["baseline"] or "none of them") + (f" (constraints: {words})" if words else "")
 
 
 def _compared(figures: Mapping[str, Any]) -> str:

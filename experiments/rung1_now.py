@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autoshard.lowering.problem import make_subject, trace_all
+from autoshard.lowering.problem import make_problem, trace_all
 from autoshard.program.program import Program
 from autoshard.records.layout import Candidate
 from autoshard.records.trial import Estimate
@@ -39,7 +39,7 @@ def predictions(sample: Sample, zero_bytes: bool = False) -> list[Parts]:
       ValueError: rung 1 refuses a layout that ran.
     """
     target = find_target(jax.devices()[: sample.devices])
-    subject = make_subject(_traced(sample.case), target, "free", None)
+    subject = make_problem(_traced(sample.case), target, "free", None)
     cost = CostModel(constants_of(sample.constants, zero_bytes))
     propagator_of = functools.cache(Propagator)  # the annotated step has an analysis of its own
     found = []

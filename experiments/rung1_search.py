@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import MutableMapping
 
-from autoshard.lowering.problem import Subject
+from autoshard.lowering.problem import SearchProblem
 from autoshard.records.layout import Candidate
 from autoshard.records.trial import Estimate, Failure
 from autoshard.rungs.propagate import Propagator
@@ -51,7 +51,7 @@ class Climb:
 
 
 def climb(
-    subject: Subject,
+    subject: SearchProblem,
     cost: CostModel,
     memory_bytes: int,
     strategy: Strategy,
@@ -70,7 +70,7 @@ def climb(
     history: list[Seen] = []
     curve: list[Improvement] = []
     best = (float("inf"), float("inf"))
-    first = [b.candidate for b in baselines(subject.space) if not b.candidate.layout.as_written]
+    first = [b.candidate for b in baselines(subject.space) if not b.candidate.layout.as_annotated]
 
     def tell(candidate: Candidate) -> None:
         nonlocal best

@@ -31,7 +31,7 @@ from scipy.stats import kendalltau  # type: ignore[import-untyped]
 
 from autoshard import Workload
 from autoshard.lowering.lower import lower_step
-from autoshard.lowering.problem import Subject, make_subject
+from autoshard.lowering.problem import SearchProblem, make_problem
 from autoshard.program.program import trace
 from autoshard.records.layout import Candidate
 from autoshard.records.trial import Estimate
@@ -39,7 +39,7 @@ from autoshard.rungs.compile.estimate import estimate_of
 from autoshard.rungs.compile.job import CompileResult, compile_in_process, request_for
 from autoshard.rungs.profile.calibration_files import cost_model
 from autoshard.rungs.propagate import Propagator
-from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.space.baselines import baselines
 from autoshard.target.target import Target, find_target
 from autoshard.tuner.promotion import DEFAULT_LOWER_BOUND
@@ -101,13 +101,13 @@ class Rung1:
     def __init__(self, model_fn: Callable[..., Workload], target: Target):
         self.target, self.cost = target, cost_model(target)
         self._model_fn = model_fn
-        self._opened: dict[tuple[tuple[str, object], ...], tuple[Subject, Propagator]] = {}
+        self._opened: dict[tuple[tuple[str, object], ...], tuple[SearchProblem, Propagator]] = {}
 
-    def subject(self, knobs: tuple[tuple[str, Any], ...]) -> tuple[Subject, Propagator]:
+    def subject(self, knobs: tuple[tuple[str, Any], ...]) -> tuple[SearchProblem, Propagator]:
         """The program of one choice of knobs, traced once."""
         if knobs not in self._opened:
             program = trace(self._model_fn(**dict(knobs)), knobs, False)
-            subject = make_subject(program, self.target, "free", None)
+            subject = make_problem(program, self.target, "free", None)
             self._opened[knobs] = subject, Propagator(subject.analysis)
         return self._opened[knobs]
 
@@ -158,7 +158,7 @@ def _spread(ratios: list[float]) -> tuple[float, float, float]:
     return min(ratios), statistics.median(ratios), max(ratios)
 
 
-def drawn(subject: Subject, count: int) -> Iterator[Candidate]:
+def drawn(subject: SearchProblem, count: int) -> Iterator[Candidate]:
     """The baselines, then draws from the space; each layout once."""
     rng = random.Random(0)
     seen = set()
@@ -187,7 +187,7 @@ def compiled(name: str, target_name: str, count: int) -> dict[str, Any]:
             if not isinstance(said, Estimate) or said.state_bytes > limit:
                 continue
             analysis = subject.analysis_for(candidate.layout)
-            specs = told(analysis, subject.space.specs(candidate.layout))
+            specs = minimal_constraints(analysis, subject.space.specs(candidate.layout))
             module = lower_step(analysis, specs, target)
             request = request_for(module, target, None, 900.0)
             jobs.append((candidate, said, module, pool.submit(compile_in_process, request)))

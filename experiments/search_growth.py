@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program.program import trace
 from autoshard.rungs.profile.calibration_files import cost_model
 from autoshard.target.host import machine
@@ -131,7 +131,7 @@ def searched(devices: int, layers: int, seed: int, budget: int) -> Run:
     target = find_target(f"h100:{devices // 8}x8")
     cost = cost_model(target)
     model_fn, _ = pod_tasks.task("llama3-8b", layers=layers, **SHAPE)
-    subject = make_subject(trace(model_fn()), target, "free", None)
+    subject = make_problem(trace(model_fn()), target, "free", None)
     ready_s = time.process_time() - start
     room = target.memory_bytes
     climbed = climb(subject, cost, room, Beam(room), budget, seed)

@@ -25,7 +25,7 @@ import jax
 from absl import app, flags
 from rich.console import Console
 
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program.program import trace
 from autoshard.rungs.profile.calibration_files import cost_model
 from autoshard.target.cost import MODEL_REVISION
@@ -75,7 +75,7 @@ def compared(name: str) -> dict[str, Any]:
     """Every strategy on one case, and how many candidates the beam needs for a peer's best."""
     target = find_target(_TARGET.value)
     cost = cost_model(target)
-    subject = make_subject(trace(cases.case(name, "shrunk").workload()), target, "free", None)
+    subject = make_problem(trace(cases.case(name, "shrunk").workload()), target, "free", None)
     known: Known = {}
     room = target.memory_bytes
     strategies: dict[str, Strategy] = {"beam": Beam(room), "tpe": Tpe(room), "random": Uniform()}

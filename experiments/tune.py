@@ -22,7 +22,6 @@ from rich.console import Console
 
 import autoshard
 from experiments import sizes, tasks, training
-from experiments.progress import progress_bar, show_on
 from models.decoder import DecoderConfig
 
 _RUN = flags.DEFINE_string("run", "", "Run folder; by default runs/tune-<date>-<time>.")
@@ -63,22 +62,20 @@ def main(argv: list[str]) -> None:
     else:
         task = tasks.mlp_task(sizes.MLP)
 
-    with progress_bar(console) as progress:
-        plan = autoshard.search(
-            task.model_fn,
-            jax.devices(),
-            knobs=task.knobs,
-            budget=autoshard.Budget(
-                candidates=_CANDIDATES.value,
-                compiles=_COMPILES.value,
-                profiles=_PROFILES.value,
-                seconds=_SECONDS.value,
-                rounds=12,
-            ),
-            journal=run / "journal.jsonl",
-            seed=_SEED.value,
-            callbacks=(show_on(progress),),
-        )
+    plan = autoshard.search(
+        task.model_fn,
+        jax.devices(),
+        knobs=task.knobs,
+        budget=autoshard.Budget(
+            candidates=_CANDIDATES.value,
+            compiles=_COMPILES.value,
+            profiles=_PROFILES.value,
+            seconds=_SECONDS.value,
+            rounds=12,
+        ),
+        journal=run / "journal.jsonl",
+        seed=_SEED.value,
+    )
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     plan.save(str(training.vacant(run / "plan.json")))
 

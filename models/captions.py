@@ -1,4 +1,4 @@
-"""English captions of digits, worded in many ways, as bytes."""
+"""English captions of digits, with_constraints in many ways, as bytes."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ WORDINGS = (
 
 
 def tokens(seed: int, label_B: np.ndarray, length: int) -> np.ndarray:
-    """One caption for each label, its wording drawn at random: int32 tokens_BT.
+    """One caption for each label, its constraints drawn at random: int32 tokens_BT.
 
     Args:
       length: T; a caption that does not fit with its end is a ValueError.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.lowering import lower as lowering
-from autoshard.lowering.problem import Subject, make_subject
+from autoshard.lowering.problem import SearchProblem, make_problem
 from autoshard.program.analysis import Analysis
 from autoshard.program.program import sample_batch, trace
 from autoshard.records.layout import Layout
@@ -47,12 +47,12 @@ def target() -> Target:
     return find_target(jax.devices()[:8])
 
 
-def analyse(workload: Workload, keep_constraints: bool = False) -> Subject:
-    return make_subject(trace(workload, (), keep_constraints), target(), "free", None)
+def analyse(workload: Workload, keep_constraints: bool = False) -> SearchProblem:
+    return make_problem(trace(workload, (), keep_constraints), target(), "free", None)
 
 
 @functools.cache
-def subject(name: str) -> Subject:
+def subject(name: str) -> SearchProblem:
     return analyse(programs.EVERY[name]())
 
 
@@ -78,7 +78,7 @@ def propagator(analysis: Analysis) -> Propagator:
     return Propagator(analysis)
 
 
-def judge(of: Subject, layout: Layout) -> Estimate:
+def judge(of: SearchProblem, layout: Layout) -> Estimate:
     """Rung 1's estimate; fails the test where rung 1 has none."""
     outcome = propagator(of.analysis_for(layout)).judge(of.space, layout, COST)
     assert isinstance(outcome, Estimate), outcome
@@ -94,7 +94,7 @@ def baseline(space: Space, name: str, mesh_axes: int | None = None) -> Layout:
     raise AssertionError(f"no baseline {name!r}")
 
 
-def arguments(of: Subject) -> list[jax.Array]:
+def arguments(of: SearchProblem) -> list[jax.Array]:
     """State and batch, flat."""
     program = of.analysis.program
     workload = program.workload
@@ -105,7 +105,7 @@ def arguments(of: Subject) -> list[jax.Array]:
     return [*jax.tree.leaves(workload.init()), *batch]
 
 
-def run(of: Subject, layout: Layout) -> list[np.ndarray]:
+def run(of: SearchProblem, layout: Layout) -> list[np.ndarray]:
     """New state and metrics of one step under a layout."""
     specs = of.space.specs(layout)
     mesh = target().mesh(specs.mesh)
@@ -118,7 +118,7 @@ def run(of: Subject, layout: Layout) -> list[np.ndarray]:
     return programs.flat_values(ready(*placed))
 
 
-def run_plain(of: Subject) -> list[np.ndarray]:
+def run_plain(of: SearchProblem) -> list[np.ndarray]:
     """The same of the user's own step on one device."""
     workload = of.analysis.program.workload
     flat = arguments(of)
@@ -128,7 +128,7 @@ def run_plain(of: Subject) -> list[np.ndarray]:
     return programs.flat_values(compiled(workload.step, state, batch)(state, batch))
 
 
-def worst_error(of: Subject, got: list[np.ndarray], want: list[np.ndarray]) -> float:
+def worst_error(of: SearchProblem, got: list[np.ndarray], want: list[np.ndarray]) -> float:
     """Largest relative L2 error: of the change of a state leaf, or of a metric."""
     before = programs.flat_values(arguments(of))[: len(of.analysis.program.state)]
     assert len(got) == len(want)

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from autoshard.records.layout import Layout, Whole, Wording, rules
+from autoshard.records.layout import Constraints, Gather, Layout, rules
 
 AXES = ("batch", "embed", "mlp", "heads")
 NAMES = ("x", "y", "z", "w")
@@ -18,14 +18,14 @@ def layouts(
     names = [name for name, _ in mesh]
     to = st.lists(st.sampled_from(names), unique=True, max_size=3) if names else st.just([])
     table = st.dictionaries(st.sampled_from(axes), to)
-    giving_way = st.lists(st.sampled_from(axes), unique=True)
+    conflict_losers = st.lists(st.sampled_from(axes), unique=True)
     return Layout(
         mesh=mesh,
-        compute=rules(draw(table)),
-        storage=rules(draw(table)),
-        giving_way=tuple(draw(giving_way)),
-        whole=draw(st.sampled_from(Whole)),
+        activation_rules=rules(draw(table)),
+        state_rules=rules(draw(table)),
+        conflict_losers=tuple(draw(conflict_losers)),
+        whole=draw(st.sampled_from(Gather)),
         small_replicated=draw(st.booleans()),
-        whole_into_loops=draw(st.booleans()),
-        wording=draw(st.sampled_from(Wording)),
+        gather_loop_inputs=draw(st.booleans()),
+        constraints=draw(st.sampled_from(Constraints)),
     )

@@ -15,15 +15,15 @@ import pytest
 import autoshard
 from autoshard import api
 from autoshard.lowering.lower import lower_step
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program.program import trace
 from autoshard.records.layout import Candidate
 from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage
 from autoshard.rungs.profile import calibration as calibrate
 from autoshard.rungs.profile import calibration_files as calibrations
 from autoshard.rungs.profile import numerics
-from autoshard.rungs.profile.runner_client import ChildBench
-from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.profile.runner_client import ChildRunner
+from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.rungs.worker.process import worker_here
 from autoshard.target.target import find_target
 from autoshard.tuner import compiling
@@ -218,13 +218,13 @@ def test_a_failed_check_and_no_time_for_others_leave_these_to_the_estimates(
     leaf = numerics.LeafError(path="state['w']", error=0.3, tolerance=1e-4)
     wrong = numerics.NumericsReport(steps=2, state=(leaf,), metrics=())
     checked = []
-    monkeypatch.setattr(ChildBench, "numerics", lambda *_: checked.append(_) or wrong)
-    late = ledger.Ledger.late
+    monkeypatch.setattr(ChildRunner, "numerics", lambda *_: checked.append(_) or wrong)
+    late = ledger.SearchState.late
 
     def is_late(self, share):
         return bool(checked) or late(self, share)
 
-    monkeypatch.setattr(ledger.Ledger, "late", is_late)
+    monkeypatch.setattr(ledger.SearchState, "late", is_late)
     plan = resumed(searched, journal)
     assert len(checked) == 1 and plan.evidence.ended == "out of time"
     assert plan.trial.profiled is None and plan.trial.compiled is not None
@@ -364,9 +364,9 @@ def test_a_candidate_that_computes_something_else_never_becomes_the_plan(
     fastest = min(compiled, key=lambda r: r["outcome"]["time_s"])
     culprit = Candidate.from_json(fastest["candidate"])
     target = searched.plan.target
-    right = make_subject(trace(mlp()), target, "free", None)
-    wrong = make_subject(trace(mlp(rate=0.101)), target, "free", None)
-    key = told(right.analysis, right.space.specs(culprit.layout)).key()
+    right = make_problem(trace(mlp()), target, "free", None)
+    wrong = make_problem(trace(mlp(rate=0.101)), target, "free", None)
+    key = minimal_constraints(right.analysis, right.space.specs(culprit.layout)).key()
 
     def lower(analysis, specs, target):
         return lower_step(wrong.analysis if specs.key() == key else analysis, specs, target)
@@ -448,7 +448,7 @@ def test_fix_pins_an_axis_and_a_leaf_in_every_candidate(quick):
     assert plan.state_shardings["params"]["w1"].spec == jax.P(None, "model")
     assert plan.fixed_leaves == (("state['params']['w1']", ((), ("model",))),)
     for trial in plan.evidence.trials:
-        assert dict(trial.candidate.layout.compute)["batch"] == ("data",)
+        assert dict(trial.candidate.layout.activation_rules)["batch"] == ("data",)
         assert "model" in dict(trial.candidate.layout.mesh)
     for given in (("data", "model"), jax.P("data", "model"), jax.P(("data", "model"), None)):
         both = quick(mesh=mesh, fix={"batch": given})
@@ -483,12 +483,12 @@ def test_the_users_own_constraints_are_a_baseline_or_kept(quick, tmp_path):
     mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2), ("data", "model"))
     model_fn = constrained(mesh)
     plan = quick(model_fn, mesh)
-    written = [t for t in plan.evidence.trials if t.candidate.layout.as_written]
-    assert [t.baseline for t in written] == ["as written"]
+    written = [t for t in plan.evidence.trials if t.candidate.layout.as_annotated]
+    assert [t.baseline for t in written] == ["as annotated"]
     assert isinstance(written[0].propagated, Estimate)
     kept = quick(model_fn, mesh, keep_constraints=True)
     assert kept.keep_constraints and not plan.keep_constraints
-    assert not any(t.candidate.layout.as_written for t in kept.evidence.trials)
+    assert not any(t.candidate.layout.as_annotated for t in kept.evidence.trials)
     assert {t.candidate.layout.mesh for t in kept.evidence.trials} == {(("data", 4), ("model", 2))}
     path = tmp_path / "kept.json"
     kept.save(path)
@@ -513,11 +513,11 @@ def test_a_step_as_written_is_another_with_other_constraints(quick, tmp_path, mo
 
     assert asked(model_fn) == []
     news = asked(other)
-    assert news and {r["baseline"] for r in news} == {"as written"}
+    assert news and {r["baseline"] for r in news} == {"as annotated"}
 
-    subject = make_subject(trace(model_fn()), plan.target, "free", None)
+    subject = make_problem(trace(model_fn()), plan.target, "free", None)
     trials = plan.evidence.trials
-    (index,) = (i for i, t in enumerate(trials) if t.candidate.layout.as_written)
+    (index,) = (i for i, t in enumerate(trials) if t.candidate.layout.as_annotated)
     layout = trials[index].candidate.layout
     written = autoshard.Plan(
         subject.analysis_for(layout),
@@ -542,16 +542,16 @@ def test_the_users_own_constraints_are_left_out_where_they_are_not_as_fixed(quic
     mesh = jax.sharding.Mesh(np.array(DEVICES).reshape(4, 2), ("data", "model"))
     model_fn = constrained(mesh)
 
-    def as_written(mesh=mesh, **options):
+    def as_annotated(mesh=mesh, **options):
         trials = quick(model_fn, mesh, **options).evidence.trials
-        return [t for t in trials if t.candidate.layout.as_written]
+        return [t for t in trials if t.candidate.layout.as_annotated]
 
-    assert as_written(mesh_shape="fixed")
-    assert as_written(fix={"batch": "data"})
-    assert not as_written(fix={"batch": ("data", "model")})
-    assert not as_written(fix={"['a']": jax.P("data")})
+    assert as_annotated(mesh_shape="fixed")
+    assert as_annotated(fix={"batch": "data"})
+    assert not as_annotated(fix={"batch": ("data", "model")})
+    assert not as_annotated(fix={"['a']": jax.P("data")})
     flat = jax.sharding.Mesh(np.array(DEVICES), ("data",))
-    assert not as_written(flat, mesh_shape="fixed")
+    assert not as_annotated(flat, mesh_shape="fixed")
 
 
 def test_knobs_are_searched_together_and_the_failing_are_noted(quick):
@@ -578,18 +578,18 @@ def test_knobs_that_trace_and_cannot_be_analysed_are_noted_too(quick, monkeypatc
         def analysed(program, *args, **kwargs):
             if dict(program.knobs)["kind"] in kinds:
                 raise NotImplementedError("no rule for this platform")
-            return make_subject(program, *args, **kwargs)
+            return make_problem(program, *args, **kwargs)
 
         return analysed
 
     def model_fn(kind):
         return mlp(0.1 if kind == "a" else 0.2)
 
-    monkeypatch.setattr(api, "make_subject", refusing("b"))
+    monkeypatch.setattr(api, "make_problem", refusing("b"))
     plan = quick(model_fn, knobs={"kind": ("a", "b")})
     assert plan.knobs == {"kind": "a"}
     assert "knobs {'kind': 'b'} cannot be analysed: no rule for this platform" in str(plan)
-    monkeypatch.setattr(api, "make_subject", refusing("a", "b"))
+    monkeypatch.setattr(api, "make_problem", refusing("a", "b"))
     with pytest.raises(NotImplementedError, match="no rule for this platform"):
         quick(model_fn, knobs={"kind": ("a", "b")})
 

@@ -14,7 +14,7 @@ import autoshard
 from autoshard import JournalError, LayoutError, NoPlanError, TargetError, WorkloadError
 from autoshard.records.trial import Estimate, Failure, Kind, Stage
 from autoshard.rungs.profile.numerics import LeafError, NumericsReport
-from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.tuner import compiling
 from autoshard.tuner import diagnosis as no_plan
 from tests import workloads
@@ -125,7 +125,7 @@ def test_a_workload_that_nothing_divides_is_replicated(quick):
 
     odd = {"init": lambda: {"w": jnp.ones((7, 5))}, "batch": jax.ShapeDtypeStruct((3,), "float32")}
     plan = quick(stateless(step, **odd))
-    assert plan.layout.compute == plan.layout.storage == ()
+    assert plan.layout.activation_rules == plan.layout.state_rules == ()
     state, _ = plan.step(plan.init(), plan.put(np.ones(3, np.float32)))
     np.testing.assert_array_equal(state["w"], np.full((7, 5), 4.0))
 
@@ -301,7 +301,7 @@ def test_steps_that_differ_from_the_unsharded_one_name_the_leaf(calibration, mon
     """Every candidate is judged wrong here, as by a compiler that is."""
     leaf = LeafError(path="state['w']", error=0.3, tolerance=1e-4)
     report = NumericsReport(steps=2, state=(leaf,), metrics=())
-    monkeypatch.setattr(ChildBench, "numerics", lambda *_: report)
+    monkeypatch.setattr(ChildRunner, "numerics", lambda *_: report)
     with pytest.raises(NoPlanError, match="no candidate computes what the unsharded") as caught:
         autoshard.search(lambda: mlp(), DEVICES, budget=MEASURE, calibration=calibration)
     said = r"\d of \d: after 2 steps 1 of 1 leaves differ .* state\['w'\]: error 0.3, tolerance"

@@ -13,7 +13,7 @@ from autoshard.records.trial import Estimate, Failure, Kind
 from autoshard.rungs.propagate import Propagator
 from autoshard.space.baselines import baselines
 from autoshard.space.meshes import mesh_shapes
-from autoshard.space.moves import drafts, swaps
+from autoshard.space.moves import axis_swaps, moves
 from autoshard.target.catalogued import catalogued
 from autoshard.target.cost import CostModel
 from autoshard.target.network import Network
@@ -45,7 +45,7 @@ def test_tensor_parallelism_stays_off_slow_links(topology: Topology) -> None:
         for b in baselines(space)
         if b.name == "data x TP" and b.candidate.layout.mesh == (("x", 2), ("y", 4))
     )
-    across = next(swaps(space, space.candidate(inside))).layout
+    across = next(axis_swaps(space, space.candidate(inside))).layout
     assert across.mesh == (("x", 4), ("y", 2))
     judged = [Propagator(of.analysis).judge(space, x, cost) for x in (inside, across)]
     assert judged[0].flops == judged[1].flops
@@ -61,7 +61,7 @@ def test_the_order_of_mesh_axes_is_part_of_the_space_where_links_differ() -> Non
         analysed.subject("scanned_mlp").space, meshes=tuple(mesh_shapes(8, (), ordered=True))
     )
     wide = next(b for b in baselines(space) if b.candidate.layout.mesh == (("x", 4), ("y", 2)))
-    moved = {near.layout.mesh for near in drafts(space, wide.candidate)}
+    moved = {near.layout.mesh for near in moves(space, wide.candidate)}
     assert (("x", 2), ("y", 4)) in moved
 
 

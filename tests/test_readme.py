@@ -25,12 +25,8 @@ def test_the_example_runs_and_leaves_a_plan(tmp_path):
     done = subprocess.run(
         [sys.executable, "-P", str(script)],
         cwd=tmp_path,
-        env={
-            "JAX_PLATFORMS": "cpu",
-            "PATH": "",
-            "HOME": str(tmp_path),
-            "PYTHONPATH": str(README.parent),
-        },
+        # As a reader's: it names no platform.
+        env={"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(README.parent)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -38,6 +34,6 @@ def test_the_example_runs_and_leaves_a_plan(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "Plan for 8 fake cpu devices" in done.stdout
-    assert "Numerics: exact" in done.stdout
+    assert "Numerics: agrees with the unsharded step" in done.stdout
     assert noise.others(done.stderr) == [], "compilers' noise reached the terminal"
     assert (tmp_path / "plan.json").exists()

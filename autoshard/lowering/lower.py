@@ -62,17 +62,17 @@ def constrained_step(
     program = analysis.program
     if not specs.mesh:
         return program.step  # one device: nothing to shard
-    if analysis.as_written:
-        assert program.written is not None
-        return jaxprs.on_mesh(program.written, mesh)
+    if analysis.as_annotated:
+        assert program.annotated is not None
+        return jaxprs.on_mesh(program.annotated, mesh)
     return constrained(analysis.sites, site_shardings(specs, mesh))
 
 
 def jit_step(analysis: Analysis, specs: Specs, target: Target) -> jax.stages.Wrapped:
     """The flat step, jitted: (state leaves, batch leaves) -> (state leaves, metric leaves).
 
-    The state is donated, the batch never. Every site of `specs` is constrained; `constraints.told`
-    leaves those out that say nothing new.
+    The state is donated, the batch never. Every site of `specs` is constrained:
+    `minimal_constraints` leaves out beforehand what says nothing new.
     """
     mesh = target.any_mesh(specs.mesh)
     closed = constrained_step(analysis, specs, mesh)

@@ -12,9 +12,9 @@ from autoshard.errors import LayoutError, WorkloadError
 from autoshard.program.analysis import Analysis, analyse
 from autoshard.program.program import Program, sample_batch, trace
 from autoshard.records.layout import Layout, MeshShape, Spec
-from autoshard.space.annotated import analyse_written
+from autoshard.space.annotated import analyse_annotated
 from autoshard.space.meshes import mesh_shapes
-from autoshard.space.pinned import read_fix, unfit
+from autoshard.space.pinned import read_fix, why_indivisible
 from autoshard.space.space import Knobs, Space
 from autoshard.target.target import Target
 from autoshard.workload import Workload
@@ -27,16 +27,16 @@ ModelFn = Callable[..., Workload]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class SearchProblem:
     """One value of the knobs: its analysis and the space of its layouts."""
 
     analysis: Analysis
     space: Space
 
     def analysis_for(self, layout: Layout) -> Analysis:
-        """What a layout is judged and lowered with: the step as written has its own analysis."""
-        if layout.as_written and self.space.written is not None:
-            return self.space.written.analysis
+        """What a layout is judged and lowered with: the step as annotated has its own analysis."""
+        if layout.as_annotated and self.space.annotated is not None:
+            return self.space.annotated.analysis
         return self.analysis
 
 
@@ -104,17 +104,17 @@ def trace_all(
 
 
 def all_subjects(
-    programs: Sequence[Program], as_subject: Callable[[Program], Subject]
-) -> tuple[list[Subject], list[str]]:
+    programs: Sequence[Program], as_subject: Callable[[Program], SearchProblem]
+) -> tuple[list[SearchProblem], list[str]]:
     """Analyses every combination of knobs. One that cannot be is noted, unless all fail.
 
     What traces may still not lower for the target's platform, or name a mesh of other devices.
 
     Returns:
-      The subjects, and a sentence for each combination that failed.
+      The problems, and a sentence for each combination that failed.
 
     Raises:
-      AutoshardError: what `make_subject` refuses, of the first, where it refuses all.
+      AutoshardError: what `make_problem` refuses, of the first, where it refuses all.
     """
     return _those_that_can(as_subject, programs, lambda program: dict(program.knobs), "analysed")
 
@@ -197,7 +197,7 @@ def _check_mesh_axes(
 ) -> None:
     """Refuses what no mesh of the space can hold."""
     for i, spec in leaves:
-        unfits = [unfit(program.state[i], spec, dict(mesh)) for mesh in meshes]
+        unfits = [why_indivisible(program.state[i], spec, dict(mesh)) for mesh in meshes]
         if all(unfits):
             raise LayoutError(f"fix cannot be kept on any mesh of these devices: {unfits[0]}")
     wanted = [(name, set(to)) for name, to in pinned]
@@ -227,14 +227,14 @@ def _without(
     )
 
 
-def make_subject(
+def make_problem(
     program: Program,
     target: Target,
     mesh_shape: str,
     fix: Mapping[str, object] | None,
     fixed_leaves: Sequence[tuple[str, Spec]] = (),
     fixed_axes: Sequence[tuple[str, tuple[str, ...]]] = (),
-) -> Subject:
+) -> SearchProblem:
     """Analyses a program and builds its space.
 
     Args:
@@ -260,16 +260,16 @@ def make_subject(
     leaves += tuple((index[path], spec) for path, spec in fixed_leaves if path in index)
     known = {a.name for a in analysis.axes.axes}
     pinned += tuple((axis, to) for axis, to in fixed_axes if axis in known)
-    written = None
+    annotated = None
     # Constraints on several meshes cannot all be moved to one.
-    own = [m for m in program.written_meshes if math.prod(n for _, n in m) == target.device_count]
+    own = [m for m in program.annotated_meshes if math.prod(n for _, n in m) == target.device_count]
     if (
         own
-        and len(program.written_meshes) == 1
-        and program.written is not None
+        and len(program.annotated_meshes) == 1
+        and program.annotated is not None
         and not program.keeps_constraints
     ):
-        written = analyse_written(program, analysis, own[0], target.lowering_platform)
+        annotated = analyse_annotated(program, analysis, own[0], target.lowering_platform)
     space = Space(
         program=program,
         axes=analysis.axes,
@@ -278,6 +278,6 @@ def make_subject(
         meshes=meshes,
         pinned=pinned,
         fixed_leaves=leaves,
-        written=written,
+        annotated=annotated,
     )
-    return Subject(analysis=analysis, space=space)
+    return SearchProblem(analysis=analysis, space=space)

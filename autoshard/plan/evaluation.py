@@ -15,7 +15,7 @@ from autoshard.program.analysis import analyse
 from autoshard.program.axes import Axes
 from autoshard.program.program import Program, trace_function
 from autoshard.records.layout import Layout, Spec, rules
-from autoshard.space.pinned import unfit
+from autoshard.space.pinned import why_indivisible
 from autoshard.space.specs import grouped, resolve
 
 if TYPE_CHECKING:
@@ -83,27 +83,27 @@ class Evaluation:
         A step as written has no rules: its batches lie as the plan's do, where they divide so.
         """
         plan, layout = self._plan, self._plan.layout
-        if layout.as_written:
+        if layout.as_annotated:
             known = {x.path: s for x, s in zip(plan.program.inputs, plan.specs.inputs, strict=True)}
             sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()}
             specs_of = [(leaf, known.get(leaf.path, ())) for leaf in program.inputs]
             return program.step, [
                 spec
-                if len(spec) == len(leaf.shape) and unfit(leaf, spec, sizes) is None
+                if len(spec) == len(leaf.shape) and why_indivisible(leaf, spec, sizes) is None
                 else tuple(() for _ in leaf.shape)
                 for leaf, spec in specs_of
             ]
         analysis = analyse(program, plan.platform)
         names = _plans_names(program, analysis.axes, plan)
-        compute, storage = dict(layout.compute), dict(layout.storage)
+        compute, storage = dict(layout.activation_rules), dict(layout.state_rules)
         usable = Layout(
             mesh=layout.mesh,
-            compute=rules({a: compute[b] for a, b in names.items() if b in compute}),
-            storage=rules({a: storage[b] for a, b in names.items() if b in storage}),
-            giving_way=named_here(layout.giving_way, names),
-            whole=layout.whole,
+            activation_rules=rules({a: compute[b] for a, b in names.items() if b in compute}),
+            state_rules=rules({a: storage[b] for a, b in names.items() if b in storage}),
+            conflict_losers=named_here(layout.conflict_losers, names),
+            gather=layout.gather,
             small_replicated=layout.small_replicated,
-            whole_into_loops=layout.whole_into_loops,
+            gather_loop_inputs=layout.gather_loop_inputs,
         )
         sites = analysis.sites
         specs = resolve(

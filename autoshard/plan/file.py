@@ -1,4 +1,4 @@
-"""Plan files: JSON with provenance and validity. Written whole or not at all."""
+"""Plan files: JSON with provenance and validity. AnnotatedStep whole or not at all."""
 
 import dataclasses
 import datetime

@@ -19,7 +19,7 @@ from autoshard.compat.xla.stderr_capture import quiet
 from autoshard.compat.xla.versions import versions
 from autoshard.errors import LoweringError, PlanError, TargetError, WorkloadError
 from autoshard.lowering.lower import compilable_step, lower_step
-from autoshard.lowering.problem import ModelFn, Subject, knob_values, make_subject
+from autoshard.lowering.problem import ModelFn, SearchProblem, knob_values, make_problem
 from autoshard.plan.file import PlanRecord, describe_target, differences, read_plan
 from autoshard.plan.plan import Plan
 from autoshard.program.analysis import analyse
@@ -30,10 +30,10 @@ from autoshard.records.trial import Collective, Estimate, Failure, Kind, Stage
 from autoshard.records.words import mebibytes
 from autoshard.rungs.compile import hlo
 from autoshard.rungs.compile.job import compile_in_process, request_for
-from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.rungs.worker.failures import failure_of
 from autoshard.rungs.worker.process import close_worker_here
-from autoshard.space.annotated import analyse_written
+from autoshard.space.annotated import analyse_annotated
 from autoshard.target.catalogue import catalogue
 from autoshard.target.target import Target
 from autoshard.target.topology import arrangement, parse_topology
@@ -79,11 +79,11 @@ def checked_plan(
         raise PlanError(f"{path} is for another model:", wrong)
     layout = record.candidate.layout
     with _lowering(path, target):
-        subject = make_subject(
+        problem = make_problem(
             program, target, "free", None, record.fixed_leaves, record.fixed_axes
         )
-    space = dataclasses.replace(subject.space, meshes=(layout.mesh, *subject.space.meshes))
-    subject = Subject(analysis=subject.analysis, space=space)
+    space = dataclasses.replace(problem.space, meshes=(layout.mesh, *problem.space.meshes))
+    problem = SearchProblem(analysis=problem.analysis, space=space)
     reason = space.contains(record.candidate)
     if reason is not None:
         raise PlanError(f"{path} does not fit this program:", (f"layout: {reason}",))
@@ -91,15 +91,15 @@ def checked_plan(
     lowered_for = str(record.target.get("lowered_for", target.lowering_platform))
     # Another platform lowers the same step to other operations: compare like with like.
     other = lowered_for != target.lowering_platform
-    digest = (analyse(program, lowered_for) if other else subject.analysis).digest
+    judged = analyse(program, lowered_for) if other else problem.analysis
     recorded = str(record.program.get("digest"))
-    if layout.as_written and recorded != digest:  # as files from before did not say it
-        if other:
-            base = analyse(program, lowered_for)
-            digest = analyse_written(program, base, layout.mesh, lowered_for).analysis.digest
-        else:
-            digest = subject.analysis_for(layout).digest
-    if recorded != digest:
+    if layout.as_annotated and recorded != judged.digest:  # as files from before did not say it
+        judged = (
+            analyse_annotated(program, judged, layout.mesh, lowered_for).analysis
+            if other
+            else problem.analysis_for(layout)
+        )
+    if recorded != judged.digest and recorded != judged.digest_of_text():
         if record.versions.get("jax") == versions()["jax"]:
             if not recorded.startswith("step:"):
                 raise PlanError(
@@ -112,7 +112,7 @@ def checked_plan(
             raise PlanError(
                 f"{path} is for another model:",
                 (
-                    f"program digest: recorded {recorded}, got {digest} (same leaves, other"
+                    f"program digest: recorded {recorded}, got {judged.digest} (same leaves, other"
                     " computation)",
                 ),
             )
@@ -121,8 +121,8 @@ def checked_plan(
             " plan was made"
         )
     notes += target_notes(record.target, target)
-    analysis = subject.analysis_for(layout)
-    specs = told(analysis, space.specs(layout))
+    analysis = problem.analysis_for(layout)
+    specs = minimal_constraints(analysis, space.specs(layout))
     compiled: _Compiled | Failure
     if target.is_here:
         with _lowering(path, target):

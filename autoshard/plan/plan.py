@@ -21,11 +21,11 @@ from autoshard.plan.donation import refuse_deleted
 from autoshard.program.analysis import Analysis
 from autoshard.program.axes import Axes
 from autoshard.program.program import Leaf, Program, held_dtype
-from autoshard.records.layout import Candidate, Layout, Spec, Wording
+from autoshard.records.layout import Candidate, Constraints, Layout, Spec
 from autoshard.records.module import Module
 from autoshard.records.trial import Trial
 from autoshard.rungs.profile.numerics import NumericsReport
-from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.space.space import Space
 from autoshard.space.specs import Specs
 from autoshard.target.target import Target
@@ -70,7 +70,7 @@ class Evidence:
     @property
     def candidates(self) -> int:
         """How many layouts were judged, the same in other words counted once."""
-        return len({t.candidate.worded(Wording.LEAN) for t in self.trials})
+        return len({t.candidate.with_constraints(Constraints.USUAL) for t in self.trials})
 
 
 class Plan:
@@ -113,7 +113,7 @@ class Plan:
     @functools.cached_property
     def _constrained(self) -> Specs:
         """The shardings whose constraints the running step has."""
-        return told(self._analysis, self._specs)
+        return minimal_constraints(self._analysis, self._specs)
 
     @property
     def program(self) -> Program:

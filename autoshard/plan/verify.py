@@ -7,7 +7,7 @@ from autoshard.records.module import Module
 from autoshard.records.trial import Failure
 from autoshard.rungs.profile.inputs import make_inputs
 from autoshard.rungs.profile.numerics import NumericsReport
-from autoshard.rungs.profile.runner import Bench
+from autoshard.rungs.profile.runner import LocalRunner
 from autoshard.target.target import Target
 
 
@@ -16,7 +16,7 @@ def compared(
 ) -> NumericsReport:
     """Runs both from one initial state. See `Plan.check`."""
     inputs = make_inputs(program, target, seed, steps)
-    bench = Bench(target.placed)
+    bench = LocalRunner(target.placed)
     try:
         _must(bench.set_inputs(inputs.init, inputs.batches), "init() does not run unsharded")
         unsharded = lower_unsharded(program, target)

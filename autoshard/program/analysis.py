@@ -1,6 +1,7 @@
 """Analysis: one program prepared for judging layouts: sites, base module, logical axes."""
 
 import dataclasses
+from collections.abc import Container
 
 import jax
 
@@ -9,7 +10,7 @@ from autoshard.compat.jaxpr.contexts import without_mesh
 from autoshard.compat.shardy import flattening, stablehlo
 from autoshard.program.axes import Axes, find_axes
 from autoshard.program.placement import find_sites
-from autoshard.program.program import Program, digest
+from autoshard.program.program import Program
 from autoshard.program.rewrite import constrained
 from autoshard.program.sites import SiteMap, site_of_location
 
@@ -24,7 +25,8 @@ class Analysis:
       site_of_tag: which site a tagged constraint operation is.
       digest: of the module without locations and sites: two programs with one digest are the
         same, wherever this version of autoshard puts sites.
-      as_written: of the step with its author's own constraints, which then is what is lowered.
+      as_annotated: of the step with its author's own constraints, which then is what is lowered.
+      implied: what these constraints imply for its inputs, as text; part of the digest.
     """
 
     program: Program
@@ -34,7 +36,31 @@ class Analysis:
     platform: str
     site_of_tag: dict[int, int]
     digest: str
-    as_written: bool = False
+    as_annotated: bool = False
+    implied: str = ""
+
+    def digest_of_text(self) -> str:
+        """The digest as version 0.1 made it: it differs where the step has large constants."""
+        return _digest(self.module, self.site_of_tag, self.implied, hash_text=True)
+
+    def written(self, module: stablehlo.Operation, platform: str, implied: str) -> "Analysis":
+        """The same of the step with its author's own constraints, which has no sites."""
+        return dataclasses.replace(
+            self,
+            module=module,
+            axes=dataclasses.replace(self.axes, sites={}),
+            platform=platform,
+            site_of_tag={},
+            digest=_digest(module, {}, implied),
+            as_annotated=True,
+            implied=implied,
+        )
+
+
+def _digest(
+    module: stablehlo.Operation, tags: Container[int], more: str, hash_text: bool = False
+) -> str:
+    return "step:" + stablehlo.digest_without(module, tags, more, hash_text=hash_text)[:24]
 
 
 @without_mesh()
@@ -60,5 +86,5 @@ def analyse(program: Program, platform: str) -> Analysis:
         module=module,
         platform=platform,
         site_of_tag=site_of_tag,
-        digest="step:" + digest(stablehlo.text_without(module, site_of_tag))[:24],
+        digest=_digest(module, site_of_tag, ""),
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autoshard.compat.jaxpr import jaxprs
 from autoshard.program.flow import CONTRACTIONS, Flow, inner_links, into_products
-from autoshard.program.sites import Looped, Place, Site, Sited, SiteMap, Used
+from autoshard.program.sites import LoopPosition, ParamUse, Place, Site, SiteMap, SitePlacement
 
 _OPENERS = CONTRACTIONS | frozenset(
     [
@@ -121,7 +121,7 @@ class _Finder:
 
     def __init__(self, closed: jaxprs.ClosedJaxpr, flow: Flow):
         self.sites: list[Site] = []
-        self.sited: dict[int, Sited] = {}
+        self.sited: dict[int, SitePlacement] = {}
         self._flow = flow
         self._again: set[int] = set()
         _find_again(closed.jaxpr, False, self._again, set())
@@ -136,8 +136,8 @@ class _Finder:
         batch_first: bool = True,
         passing: bool = False,
         owned: Sequence[int] = (),
-        used: Used = Used.NOWHERE,
-        looped: Looped = Looped.NOT,
+        used: ParamUse = ParamUse.NOWHERE,
+        looped: LoopPosition = LoopPosition.NOT,
     ) -> int:
         index = len(self.sites)
         self.sites.append(
@@ -146,7 +146,7 @@ class _Finder:
                 place=place,
                 storage=storage,
                 of_state=self._flow.state_only(var),
-                used=used if storage and self._flow.used(var) else Used.NOWHERE,
+                used=used if storage and self._flow.used(var) else ParamUse.NOWHERE,
                 looped=looped,
                 batch_first=batch_first,
                 passing=passing,
@@ -166,7 +166,7 @@ class _Finder:
         """
         if id(jaxpr) in self.sited:
             return
-        sited = self.sited[id(jaxpr)] = Sited(loop)
+        sited = self.sited[id(jaxpr)] = SitePlacement(loop)
         if loop is not None:
             sited.entries.update(self._at_entry(jaxpr, loop))
         seen = _Seen(
@@ -199,8 +199,8 @@ class _Finder:
                 var,
                 self._flow.storage(var),
                 loop,
-                used=Used.INSIDE,
-                looped=Looped.INSIDE if i in looped else Looped.NOT,
+                used=ParamUse.INSIDE,
+                looped=LoopPosition.INSIDE if i in looped else LoopPosition.NOT,
             )
             for i, var in enumerate(jaxpr.invars)
             if _worth(var) and self._flow.of(var)
@@ -213,14 +213,14 @@ class _Finder:
             operand = eqn.invars[i]
             if operand not in seen.entering:
                 seen.entering[operand] = self._add(
-                    Place.USE, operand, True, eqn, used=Used.ENTERING
+                    Place.USE, operand, True, eqn, used=ParamUse.ENTERING
                 )
             uses[i] = seen.entering[operand]
         for i in self._looped(eqn):
             operand = eqn.invars[i]
             if operand not in seen.before_loops:
                 seen.before_loops[operand] = self._add(
-                    Place.USE, operand, False, eqn, looped=Looped.BEFORE
+                    Place.USE, operand, False, eqn, looped=LoopPosition.BEFORE
                 )
             uses[i] = seen.before_loops[operand]
         return uses
@@ -266,7 +266,7 @@ class _Finder:
                     self._flow.storage(var),
                     eqn,
                     batch_first=not there,
-                    used=Used.OUTSIDE if seen.once else Used.INSIDE,
+                    used=ParamUse.OUTSIDE if seen.once else ParamUse.INSIDE,
                 )
                 seen.settled.add(var)
         return results

@@ -1,7 +1,6 @@
 """Program: a traced workload (jaxpr, avals, pytree paths). No devices, nothing allocated."""
 
 import dataclasses
-import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,11 +57,11 @@ class Program:
       step: flat jaxpr, (state leaves, batch leaves) -> (new state leaves, metric leaves), without
         the user's own sharding constraints unless they are kept.
       plain: the same without them in any case.
-      written: the same with them, or None if there are none.
+      annotated: the same with them, or None if there are none.
       init: flat jaxpr, () -> state leaves, as the author wrote it.
       plain_init: the same without the user's own sharding constraints.
       init_is_bound: whether only this process can run it: it may read a file, say.
-      written_meshes: the meshes that the user's own constraints name.
+      annotated_meshes: the meshes that the user's own constraints name.
       manual: source lines of manual regions (shard_map) inside the step.
       pinned_mesh: the mesh whose axes `step` itself names (manual regions, kept constraints): only
         layouts on that mesh can run it; else None.
@@ -79,11 +78,11 @@ class Program:
     workload: Workload
     step: jaxprs.ClosedJaxpr
     plain: jaxprs.ClosedJaxpr
-    written: jaxprs.ClosedJaxpr | None
+    annotated: jaxprs.ClosedJaxpr | None
     init: jaxprs.ClosedJaxpr
     plain_init: jaxprs.ClosedJaxpr
     init_is_bound: bool
-    written_meshes: tuple[tuple[tuple[str, int], ...], ...]
+    annotated_meshes: tuple[tuple[tuple[str, int], ...], ...]
     manual: tuple[str, ...]
     pinned_mesh: tuple[tuple[str, int], ...] | None
     pins: tuple[str, ...]
@@ -176,11 +175,11 @@ def trace(
         workload=workload,
         step=step,
         plain=stripped,
-        written=closed if shardings else None,
+        annotated=closed if shardings else None,
         init=made,
         plain_init=_strip(made)[0],
         init_is_bound=bool(process_bound.bound(made)),
-        written_meshes=meshes,
+        annotated_meshes=meshes,
         manual=_lines(manual),
         pinned_mesh=pinned_mesh,
         pins=pins,
@@ -229,8 +228,8 @@ def trace_function(
         like,
         step=stripped,
         plain=stripped,
-        written=None,
-        written_meshes=(),
+        annotated=None,
+        annotated_meshes=(),
         manual=_lines(manual),
         pinned_mesh=pinned_mesh,
         pins=pins,
@@ -492,7 +491,3 @@ def sample_batch(program: Program, seed: int) -> list[np.ndarray]:
 def physical(leaf: Leaf, value: Any) -> np.ndarray:
     """A leaf's value as programs hold it: a key is its words."""
     return np.asarray(jax.random.key_data(value)) if leaf.is_key else np.asarray(value, leaf.dtype)
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -22,7 +22,7 @@ class Place(enum.StrEnum):
     ENTRY = "entry"  # at the entry of a loop body
 
 
-class Used(enum.StrEnum):
+class ParamUse(enum.StrEnum):
     """Where compute values are made of a value that comes from the state alone."""
 
     NOWHERE = "nowhere"
@@ -31,7 +31,7 @@ class Used(enum.StrEnum):
     INSIDE = "inside"  # it is made in there
 
 
-class Looped(enum.StrEnum):
+class LoopPosition(enum.StrEnum):
     """Where an activation is that a loop does not change and that products in its body use.
 
     What the loop goes over, a part in each turn, and what is the same in all turns.
@@ -68,8 +68,8 @@ class Site:
     place: Place
     storage: bool
     of_state: bool = False
-    used: Used = Used.NOWHERE
-    looped: Looped = Looped.NOT
+    used: ParamUse = ParamUse.NOWHERE
+    looped: LoopPosition = LoopPosition.NOT
     batch_first: bool = True
     passing: bool = False
     owned: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ def site_of_location(location: str) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sited:
+class SitePlacement:
     """The sites of one jaxpr, by index.
 
     Attributes:
@@ -119,5 +119,5 @@ class SiteMap:
 
     step: jaxprs.ClosedJaxpr
     sites: list[Site]
-    sited: dict[int, Sited]
+    sited: dict[int, SitePlacement]
     used_leaves: frozenset[int]

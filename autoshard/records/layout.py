@@ -1,4 +1,4 @@
-"""Layouts: a mesh shape with compute rules and storage rules, their canonical form and JSON."""
+"""Layouts: a mesh shape with activation rules and state rules, their canonical form and JSON."""
 
 import dataclasses
 import enum
@@ -25,30 +25,30 @@ def rules(mapping: Mapping[str, str | Sequence[str]]) -> Rules:
     return tuple(sorted((axis, to) for axis, to in items if to))
 
 
-class Wording(enum.StrEnum):
-    """How many constraints say a layout to the partitioner; each gives the same partition.
+class Constraints(enum.StrEnum):
+    """How many sharding constraints say a layout to the partitioner; each gives the same partition.
 
-    They are other programs to the compiler, which may be some percent faster or slower. The
-    constraints are autoshard's own; those of the user's step are another matter (`as_written`).
+    They are other programs to the compiler, and may be some percent faster or slower. They are
+    autoshard's own constraints; the user's are another matter (`Layout.as_annotated`).
     """
 
-    LEAN = "lean"  # what is stored, parameters where they are used, and what more is needed
-    LEAST = "least"  # such that no single one can be spared
+    USUAL = "usual"  # at the state, at parameters where they are used, and what more is needed
+    MINIMAL = "minimal"  # such that no single one can be spared
     ALL = "all"  # at every site
 
 
-class Whole(enum.StrEnum):
-    """What takes compute rules before it is used, in the order of the memory it takes.
+class Gather(enum.StrEnum):
+    """When a parameter that only state rules divide is brought together, in order of memory.
 
-    Where only storage rules divide an array it is whole then: it is gathered less often, and takes
-    memory for longer. *Used* is what compute values are made of: parameters. Leaves that the user
-    fixes stay as they are fixed.
+    Leaves that the user fixes stay as they are fixed.
     """
 
-    NOTHING = "nothing"  # everything is gathered where it is used, in each turn of a loop
-    SMALL = "small"  # the smallest arrays, a hundredth of the state at most: at rest too
-    ONCE = "once"  # used arrays from before the loops they go into: gathered once a step
-    USED = "used"  # used arrays at rest too: moments alone are divided (ZeRO-1)
+    PER_USE = "per_use"  # where it is used, in each iteration of a loop
+    SMALL_REPLICATED = (
+        "small_replicated"  # the smallest arrays, at most 1 % of the state, never cut
+    )
+    PER_STEP = "per_step"  # once a step, before the loops that use it
+    PARAMS_REPLICATED = "params_replicated"  # parameters are never cut, moments are (ZeRO-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,34 +57,34 @@ class Layout:
 
     Attributes:
       mesh: (mesh axis, size) pairs, major to minor over the target's device order.
-      compute: rules for compute sites (activations and their cotangents, parameters where used).
-      storage: rules for storage sites (state, gradients, optimizer arithmetic).
-      giving_way: logical axes that leave a mesh axis which several dimensions of an array claim to
-        the later ones, whether they hold the same axis or another; without order.
-      whole: what takes compute rules before it is used.
-      small_replicated: no rule divides small arrays of the state (those of `Whole.SMALL`), neither
-        at rest nor where they are used: what is computed of them is divided as other operands are.
-      whole_into_loops: activations that products in a loop use, and that it does not change, are
-        divided along the batch alone from before the loop: gathered once, not in each turn.
-      as_written: keep the user's own sharding constraints and add none; the rules are then empty.
-      wording: how many constraints put it into the program.
+      activation_rules: for activations and their cotangents, and parameters where they are used.
+      state_rules: for the stored state, gradients and the optimizer's arithmetic.
+      conflict_losers: logical axes that give a mesh axis up where several dimensions of one array
+        claim it, whether these hold the same logical axis or another; without order.
+      gather: when parameters that are stored in parts are brought together.
+      small_replicated: no rule divides the small arrays of the state (`Gather.SMALL_REPLICATED`),
+        neither where they are stored nor where they are used.
+      gather_loop_inputs: activations that a loop's products use and that the loop does not change
+        are divided along the batch alone before the loop: gathered once, not in each iteration.
+      as_annotated: keep the user's own sharding constraints and add none; the rules are then empty.
+      constraints: how many constraints put the layout into the program.
     """
 
     mesh: tuple[tuple[str, int], ...]
-    compute: Rules = ()
-    storage: Rules = ()
-    giving_way: tuple[str, ...] = ()
-    whole: Whole = Whole.NOTHING
+    activation_rules: Rules = ()
+    state_rules: Rules = ()
+    conflict_losers: tuple[str, ...] = ()
+    gather: Gather = Gather.PER_USE
     small_replicated: bool = False
-    whole_into_loops: bool = False
-    as_written: bool = False
-    wording: Wording = Wording.LEAN
+    gather_loop_inputs: bool = False
+    as_annotated: bool = False
+    constraints: Constraints = Constraints.USUAL
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
         if len(set(names)) != len(names):
             raise LayoutError(f"mesh axes must have distinct names, got {names}")
-        for kind, table in (("compute", self.compute), ("storage", self.storage)):
+        for kind, table in (("activation", self.activation_rules), ("state", self.state_rules)):
             for axis, to in table:
                 unknown = [m for m in to if m not in names]
                 if unknown or len(set(to)) != len(to):
@@ -111,11 +111,11 @@ class Layout:
         """
         keep = [(name, size) for name, size in self.mesh if size > 1]
         alive = {name for name, _ in keep}
-        compute = {a: tuple(m for m in to if m in alive) for a, to in self.compute}
-        storage = {a: tuple(m for m in to if m in alive) for a, to in self.storage}
+        compute = {a: tuple(m for m in to if m in alive) for a, to in self.activation_rules}
+        storage = {a: tuple(m for m in to if m in alive) for a, to in self.state_rules}
         tables = (compute, storage)
         i = 0
-        while i + 1 < len(keep) and not self.as_written:
+        while i + 1 < len(keep) and not self.as_annotated:
             (first, m), (second, n) = keep[i], keep[i + 1]
             if not {first, second} & apart and all(
                 _adjacent(to, first, second) for table in tables for to in table.values()
@@ -128,14 +128,14 @@ class Layout:
                 i += 1
         return Layout(
             mesh=tuple(keep),
-            compute=rules(compute),
-            storage=rules(storage),
-            giving_way=tuple(sorted(set(self.giving_way))),
-            whole=self.whole if rules(storage) != rules(compute) else Whole.NOTHING,
+            activation_rules=rules(compute),
+            state_rules=rules(storage),
+            conflict_losers=tuple(sorted(set(self.conflict_losers))),
+            gather=self.gather if rules(storage) != rules(compute) else Gather.PER_USE,
             small_replicated=self.small_replicated and any({**compute, **storage}.values()),
-            whole_into_loops=self.whole_into_loops and bool(keep) and not self.as_written,
-            as_written=self.as_written,
-            wording=Wording.LEAN if self.as_written or not keep else self.wording,
+            gather_loop_inputs=self.gather_loop_inputs and bool(keep) and not self.as_annotated,
+            as_annotated=self.as_annotated,
+            constraints=Constraints.USUAL if self.as_annotated or not keep else self.constraints,
         )
 
     def spread_over(self, mesh: tuple[tuple[str, int], ...]) -> "Layout | None":
@@ -155,22 +155,28 @@ class Layout:
         return dataclasses.replace(
             self,
             mesh=mesh,
-            compute=rules({a: [x for m in to for x in wide[m]] for a, to in self.compute}),
-            storage=rules({a: [x for m in to for x in wide[m]] for a, to in self.storage}),
+            activation_rules=rules(
+                {a: [x for m in to for x in wide[m]] for a, to in self.activation_rules}
+            ),
+            state_rules=rules({a: [x for m in to for x in wide[m]] for a, to in self.state_rules}),
         )
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON: names, never positions; `mesh` is a list of pairs because order matters."""
         return {
             "mesh": [[name, size] for name, size in self.mesh],
-            "compute": {axis: list(to) for axis, to in self.compute},
-            "storage": {axis: list(to) for axis, to in self.storage},
-            "giving_way": list(self.giving_way),
-            **({"whole": str(self.whole)} if self.whole != "nothing" else {}),
+            "activation_rules": {axis: list(to) for axis, to in self.activation_rules},
+            "state_rules": {axis: list(to) for axis, to in self.state_rules},
+            "conflict_losers": list(self.conflict_losers),
+            **({"gather": str(self.gather)} if self.gather != Gather.PER_USE else {}),
             **({"small_replicated": True} if self.small_replicated else {}),
-            **({"whole_into_loops": True} if self.whole_into_loops else {}),
-            "as_written": self.as_written,
-            **({"wording": str(self.wording)} if self.wording != "lean" else {}),
+            **({"gather_loop_inputs": True} if self.gather_loop_inputs else {}),
+            "as_annotated": self.as_annotated,
+            **(
+                {"constraints": str(self.constraints)}
+                if self.constraints != Constraints.USUAL
+                else {}
+            ),
         }
 
     @staticmethod
@@ -183,45 +189,64 @@ class Layout:
         """
         if not isinstance(data, dict):
             raise LayoutError(f"a layout is a JSON object, got {type(data).__name__}")
+        data = _in_new_words(data)
         if unknown := sorted(set(data) - _FIELDS):
             raise LayoutError(
                 f"a layout has the fields {unknown}, this version knows {sorted(_FIELDS)}: use the"
                 " autoshard that wrote it, or search again"
             )
         try:
+            if not isinstance(data["conflict_losers"], list):
+                raise TypeError("conflict_losers is a list of axes")
             return Layout(
                 mesh=tuple((str(name), int(size)) for name, size in data["mesh"]),
-                compute=rules(data["compute"]),
-                storage=rules(data["storage"]),
-                giving_way=_giving_way(data),
-                whole=_whole(data),
+                activation_rules=rules(data["activation_rules"]),
+                state_rules=rules(data["state_rules"]),
+                conflict_losers=tuple(sorted(map(str, data["conflict_losers"]))),
+                gather=Gather(data.get("gather", Gather.PER_USE)),
                 small_replicated=bool(data.get("small_replicated", False)),
-                whole_into_loops=bool(data.get("whole_into_loops", False)),
-                as_written=bool(data["as_written"]),
-                wording=Wording(data.get("wording", "lean")),
+                gather_loop_inputs=bool(data.get("gather_loop_inputs", False)),
+                as_annotated=bool(data["as_annotated"]),
+                constraints=Constraints(data.get("constraints", Constraints.USUAL)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LayoutError(f"not a layout: {error!r} in {json.dumps(data)[:200]}") from error
 
 
-_FIELDS = {
-    *(field.name for field in dataclasses.fields(Layout)),
-    *("occurrences", "small_whole"),  # until 0.1
+_FIELDS = {field.name for field in dataclasses.fields(Layout)}
+_OLD_NAMES = {
+    "compute": "activation_rules",
+    "storage": "state_rules",
+    "giving_way": "conflict_losers",
+    "whole": "gather",
+    "whole_into_loops": "gather_loop_inputs",
+    "as_written": "as_annotated",
+    "wording": "constraints",
+}
+_OLD_VALUES = {
+    "gather": {
+        "nothing": "per_use",
+        "small": "small_replicated",
+        "once": "per_step",
+        "used": "params_replicated",
+    },
+    "constraints": {"lean": "usual", "least": "minimal"},
 }
 
 
-def _giving_way(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of a layout's JSON; until 0.1 it said `occurrences`, with 1 for each that does."""
-    if "giving_way" in data:
-        if not isinstance(data["giving_way"], list):
-            raise TypeError("giving_way is a list of axes")
-        return tuple(sorted(map(str, data["giving_way"])))
-    return tuple(sorted(str(axis) for axis, given in data["occurrences"].items() if int(given)))
-
-
-def _whole(data: Mapping[str, object]) -> Whole:
-    """Of a layout's JSON; until 0.1 it said `small_whole`, true or false."""
-    return Whole(str(data.get("whole", "small" if data.get("small_whole") else "nothing")))
+def _in_new_words(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A layout's JSON as this version writes it, from that of 0.1 or before."""
+    found = {_OLD_NAMES.get(name, name): value for name, value in data.items()}
+    for name, words in _OLD_VALUES.items():
+        if name in found:
+            found[name] = words.get(found[name], found[name])
+    # Before 0.1: 1 for each axis that loses, and whether small arrays are whole.
+    if isinstance(given := found.pop("occurrences", None), dict):
+        losers = [str(axis) for axis, lost in given.items() if lost]
+        found.setdefault("conflict_losers", losers)
+    if found.pop("small_whole", False):
+        found.setdefault("gather", Gather.SMALL_REPLICATED)
+    return found
 
 
 def _adjacent(to: tuple[str, ...], first: str, second: str) -> bool:
@@ -254,9 +279,9 @@ class Candidate:
             layout=Layout.from_json(data.get("layout")), knobs=tuple(sorted(data["knobs"].items()))
         )
 
-    def worded(self, wording: Wording) -> "Candidate":
-        """The same layout, put into the program by other constraints."""
-        layout = dataclasses.replace(self.layout, wording=wording)
+    def with_constraints(self, constraints: Constraints) -> "Candidate":
+        """The same layout, put into the program by that many constraints."""
+        layout = dataclasses.replace(self.layout, constraints=constraints)
         return dataclasses.replace(self, layout=layout)
 
     @property

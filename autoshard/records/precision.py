@@ -27,7 +27,7 @@ _PASSES = {HIGH: 3, HIGHEST: 6}
 """Products in bf16 of one product on TPU."""
 
 
-def multiplied_as(dtype: str, precisions: Iterable[str], algorithm: str = "") -> str:
+def effective_matmul_dtype(dtype: str, precisions: Iterable[str], algorithm: str = "") -> str:
     """The type under which a product or convolution is priced.
 
     Args:
@@ -39,10 +39,10 @@ def multiplied_as(dtype: str, precisions: Iterable[str], algorithm: str = "") ->
       The type, for f32 with how it is multiplied: `f32:high`, `f32:highest`, or the type that it is
       cut to, with the number of products where they are several. TF32 is the default of f32.
 
-    >>> multiplied_as("f32", ["HIGHEST", "HIGHEST"]), multiplied_as("bf16", ["HIGHEST", "HIGHEST"])
-    ('f32:highest', 'bf16')
+    >>> [effective_matmul_dtype(dtype, ["HIGHEST", "HIGHEST"]) for dtype in ("f32", "bf16")]
+    ['f32:highest', 'bf16']
     >>> algorithms = ("bf16_bf16_f32_x3", "tf32_tf32_f32", "f32_f32_f32")
-    >>> [multiplied_as("f32", [], f"dot_{name}") for name in algorithms]
+    >>> [effective_matmul_dtype("f32", [], f"dot_{name}") for name in algorithms]
     ['bf16_x3', 'f32', 'f32:highest']
     """
     dtype = part_of_complex(dtype)
@@ -58,15 +58,17 @@ def multiplied_as(dtype: str, precisions: Iterable[str], algorithm: str = "") ->
     return next((name for name in (HIGHEST, HIGH) if name in asked), dtype)
 
 
-def cut_to(multiplied: str, platform: str) -> str:
+def operand_dtype(multiplied: str, platform: str) -> str:
     """The type to which a product cuts operands of f32, "" where it keeps (nearly) all of them.
 
     Args:
-      multiplied: as `multiplied_as` names it.
+      multiplied: as `effective_matmul_dtype` names it.
       platform: "cpu", "cuda", "rocm" or "tpu".
 
-    >>> cut_to("f32", "cuda"), cut_to("f32", "tpu"), cut_to("f32", "cpu"), cut_to("bf16_x3", "tpu")
-    ('tf32', 'bf16', '', '')
+    >>> [operand_dtype("f32", platform) for platform in ("cuda", "tpu", "cpu")]
+    ['tf32', 'bf16', '']
+    >>> operand_dtype("bf16_x3", "tpu")
+    ''
     """
     if multiplied in ("bf16", "f16"):
         return multiplied
@@ -84,7 +86,8 @@ def precise_rates(platform: str, f32: float, elements: float) -> dict[str, float
       elements: of other arithmetic in f32.
 
     Returns:
-      By type as `multiplied_as` names it; what costs no more than the default is not in it.
+      By type as `effective_matmul_dtype` names it, without those that cost no more than the
+      default.
     """
     if platform == "tpu":
         return {name: f32 / passes for name, passes in _PASSES.items()}

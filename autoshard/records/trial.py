@@ -131,7 +131,7 @@ class Measurement:
     """What rung 3 measured: every sample, in the order taken.
 
     Attributes:
-      samples_s: wall time of each step, seconds (`rungs.bench.Benches.run` says from when to when).
+      samples_s: wall time of each step, seconds (`rungs.bench.Runner.run` says from when to when).
       rounds: for each sample the round it was taken in; samples of one round pair up.
       devices: the profile of each device, empty where no trace was taken.
       numerics: "exact", "relative", "unchecked", or "unsharded": on one device, where
@@ -211,6 +211,18 @@ def paired_ratio(a: Measurement, b: Measurement) -> float | None:
     first, second = by_round(a.samples_s, a.rounds), by_round(b.samples_s, b.rounds)
     logs = [second[number] - first[number] for number in first.keys() & second.keys()]
     return math.exp(trimmed_mean(logs)) if logs else None
+
+
+def relative_time(fastest: Measurement, other: Measurement) -> float:
+    """How many times as long other's step takes as that of the one that a race ranked first.
+
+    Rankings and tables go by this number, so that they never contradict each other. It is
+    `paired_ratio`, or the ratio of the medians where no round is common. It is at least 1: the race
+    compares all that are left at once, and rounds that only these two have in common may say that
+    other is a little faster.
+    """
+    ratio = paired_ratio(fastest, other)
+    return max(1.0, other.median_s / fastest.median_s if ratio is None else ratio)
 
 
 Outcome = Estimate | Measurement | Failure

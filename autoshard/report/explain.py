@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from autoshard.records.trial import Estimate, Failure, Measurement, Trial, paired_ratio
-from autoshard.records.words import mebibytes, seconds
+from autoshard.records.words import mebibytes, power, seconds
 
 if TYPE_CHECKING:
     from autoshard.plan.plan import Plan
@@ -15,12 +15,12 @@ def explain(plan: "Plan") -> str:
     winner = plan.trial
     if winner is None or not isinstance(winner.estimate, Estimate):
         return "The plan was made without a search."
-    wording = winner.candidate.layout.wording
+    constraints = winner.candidate.layout.constraints
     others = [
         t
         for t in evidence.trials
         if t.baseline
-        and t.candidate.worded(wording) != winner.candidate
+        and t.candidate.with_constraints(constraints) != winner.candidate
         and t.failure is None
         and isinstance(judged := t.compiled if winner.compiled else t.propagated, Estimate)
         and judged.peak_memory_bytes <= evidence.memory_limit_bytes
@@ -116,13 +116,12 @@ def numerics(plan: "Plan") -> str:
         return f"Numerics: unchecked; plan.check() compares with the unsharded step{where}."
     if measured.numerics == "unsharded":
         return "Numerics: it is the unsharded step, on one device, and stays finite in 2 steps."
-    where = f" at {measured.numerics_where}" if measured.numerics_where else ""
     against = {
         "exact": "the unsharded step",
         "relative": "another layout that fits",
     }[measured.numerics]
-    return (
-        f"Numerics: {measured.numerics}; after 2 steps the change of every state leaf agrees with"
-        f" {against}, beside what rounding does (largest relative error"
-        f" {measured.numerics_error or 0.0:.1e}{where})."
-    )
+    error = f"largest error {power(measured.numerics_error or 0.0)}"
+    if measured.numerics_allowed is not None:
+        error += f", allowed {power(measured.numerics_allowed)}"
+    where = f", at {measured.numerics_where}" if measured.numerics_where else ""
+    return f"Numerics: agrees with {against} after 2 steps ({error}{where})."

@@ -14,14 +14,14 @@ from autoshard.compat.jaxpr import jaxprs
 from autoshard.compat.jaxpr.contexts import without_mesh
 from autoshard.compat.shardy import flattening, partitioner, shardings, stablehlo
 from autoshard.program.analysis import Analysis
-from autoshard.program.program import Leaf, Program, digest
+from autoshard.program.program import Leaf, Program
 from autoshard.records.layout import MeshShape, Spec
 from autoshard.space.specs import Specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Written:
-    """The baseline "as written", ready to be judged and lowered.
+class AnnotatedStep:
+    """The baseline "as annotated", ready to be judged and lowered.
 
     Attributes:
       analysis: of the step with its own constraints, which its digest covers; it has no sites.
@@ -33,15 +33,16 @@ class Written:
 
 
 @without_mesh()
-def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform: str) -> Written:
+def analyse_annotated(
+    program: Program, base: Analysis, mesh: MeshShape, platform: str
+) -> AnnotatedStep:
     """Analyses the step with its own constraints on a mesh of the author's shape."""
-    assert program.written is not None
+    assert program.annotated is not None
     abstract = jaxprs.abstract_mesh(mesh)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.inputs]
-    closed = jaxprs.on_mesh(program.written, abstract)
+    closed = jaxprs.on_mesh(program.annotated, abstract)
     module = flattening.flatten(stablehlo.lower_abstract(closed, shapes, platform))
     stablehlo.tag(module)
-    text = stablehlo.text_without(module, {})
     attributes = shardings.Attributes(module.context)
     every_open, out_open = (
         [_open(leaf) for leaf in leaves] for leaves in (program.inputs, program.outputs)
@@ -55,16 +56,8 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
     declared = _declared_by_init(program, mesh, platform)
     if declared is not None:
         inputs[:count] = declared
-    analysis = dataclasses.replace(
-        base,
-        module=module,
-        axes=dataclasses.replace(base.axes, sites={}),
-        platform=platform,
-        site_of_tag={},
-        # Its constraints are part of the program here, and so is what they imply for its inputs.
-        digest="step:" + digest(f"{text}\n{inputs}")[:24],
-        as_written=True,
-    )
+    # Its constraints are part of the program here, and so is what they imply for its inputs.
+    analysis = base.written(module, platform, f"\n{inputs}")
     specs = Specs(
         mesh=mesh,
         inputs=tuple(inputs),
@@ -73,7 +66,7 @@ def analyse_written(program: Program, base: Analysis, mesh: MeshShape, platform:
         dropped=(),
         idle=(),
     )
-    return Written(analysis=analysis, specs=specs)
+    return AnnotatedStep(analysis=analysis, specs=specs)
 
 
 def _declared_by_init(program: Program, mesh: MeshShape, platform: str) -> list[Spec] | None:

@@ -5,18 +5,18 @@ import math
 from collections.abc import Iterable, Mapping
 
 from autoshard.program.axes import owned
-from autoshard.records.layout import Candidate, Layout, MeshShape, Whole
+from autoshard.records.layout import Candidate, Gather, Layout, MeshShape
 from autoshard.space.meshes import factorizations
 from autoshard.space.space import Space
 
 _WHOLE = {
-    Whole.SMALL: "FSDP, small whole",
-    Whole.ONCE: "FSDP, gathered once",
-    Whole.USED: "ZeRO-1",
+    Gather.SMALL_REPLICATED: "FSDP, small whole",
+    Gather.PER_STEP: "FSDP, gathered once",
+    Gather.PARAMS_REPLICATED: "ZeRO-1",
 }
 
 DATA_PARALLEL = frozenset({"data parallel"})
-FSDP = frozenset({"FSDP", _WHOLE[Whole.SMALL], _WHOLE[Whole.ONCE]})
+FSDP = frozenset({"FSDP", _WHOLE[Gather.SMALL_REPLICATED], _WHOLE[Gather.PER_STEP]})
 """Names of the same layout, but for what is gathered when."""
 
 
@@ -29,7 +29,7 @@ class Baseline:
 
 
 def baselines(space: Space) -> tuple[Baseline, ...]:
-    """Replicated, data parallel, FSDP, tensor parallel and FSDP x TP on every mesh, "as written".
+    """Replicated, data parallel, FSDP, tensor parallel and FSDP x TP on every mesh, "as annotated".
 
     FSDP comes four times: every array that divides is sharded; or all but the smallest; or so, but
     parameters are gathered once a step (Megatron-LM's distributed optimizer keeps its float32
@@ -54,11 +54,11 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
 
     def add_whole(name: str, layout: Layout) -> None:
         effective = space.effective(layout)
-        if effective.whole is layout.whole:  # a level that says the same goes by its own name
+        if effective.gather is layout.gather:  # a level that says the same goes by its own name
             add(name, effective)
 
-    if space.written is not None:
-        add("as written", Layout(mesh=space.written.specs.mesh, as_written=True))
+    if space.annotated is not None:
+        add("as annotated", Layout(mesh=space.annotated.specs.mesh, as_annotated=True))
     meshes = list(space.meshes)
     flat = meshes[0]
     add("replicated", space.layout(flat, {}, {}))
@@ -70,7 +70,7 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
         fsdp = space.layout(mesh, spread, shards)
         add("FSDP", fsdp)
         for whole, name in _WHOLE.items():
-            add_whole(name, dataclasses.replace(fsdp, whole=whole))
+            add_whole(name, dataclasses.replace(fsdp, gather=whole))
         for cut in _tensor_axes(space, count):
             to = dict.fromkeys(cut, every)
             add("tensor parallel", space.layout(mesh, to, to))
@@ -86,7 +86,7 @@ def baselines(space: Space) -> tuple[Baseline, ...]:
             compute = {**dict.fromkeys(_batch_axes(space, n), (data,)), **to}
             both = space.layout(mesh, compute, {**shards, **to})
             add("FSDP x TP", both)
-            add_whole("FSDP x TP, gathered once", dataclasses.replace(both, whole=Whole.ONCE))
+            add_whole("FSDP x TP, gathered once", dataclasses.replace(both, gather=Gather.PER_STEP))
             add("data x TP", space.layout(mesh, compute, {**_carried(space, compute), **to}))
     for way, owners in _owners(space).items():
         for mesh in filter(None, [*meshes, *_two_axis_meshes(space, count)] if owners else ()):

@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from autoshard.records.layout import Candidate, Layout, MeshShape, Whole, rules
+from autoshard.records.layout import Candidate, Gather, Layout, MeshShape, rules
 from autoshard.space.meshes import MAX_MESH_AXES
 from autoshard.space.space import Space
 
@@ -13,19 +13,18 @@ from autoshard.space.space import Space
 def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates one decision away.
 
-    A rule is another, or a level of `Whole`; small arrays are replicated or are not; what loops use
-    is whole from before them or is not; an axis gives way or does not, or all do; a mesh axis is
-    divided or moved.
+    Another rule, another level of `Gather`, small arrays replicated or not, inputs of loops gathered
+    before them or not, one or all conflict losers more or fewer, a mesh axis divided or moved.
     """
-    return (near for near in drafts(space, candidate) if space.contains(near) is None)
+    return (near for near in moves(space, candidate) if space.contains(near) is None)
 
 
-def drafts(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+def moves(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """The same and some the space does not contain: cheap, to be asked about one by one."""
-    if candidate.layout.as_written:
+    if candidate.layout.as_annotated:
         return
     seen = {candidate.layout}
-    for swapped in swaps(space, candidate):
+    for swapped in axis_swaps(space, candidate):
         seen.add(swapped.layout)
         yield swapped
     for layout in (candidate.layout, *_divided(space, candidate.layout)):
@@ -35,30 +34,30 @@ def drafts(space: Space, candidate: Candidate) -> Iterator[Candidate]:
                 yield Candidate(layout=near, knobs=space.knobs)  # canonical already
 
 
-def swaps(space: Space, candidate: Candidate) -> Iterator[Candidate]:
-    """The first of the drafts: the same rules over other links, where links differ."""
+def axis_swaps(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """The first of the moves: the same rules over other links, where links differ."""
     layouts = dict.fromkeys(map(space.canonical, _swapped(space, candidate.layout)))
     return (space.candidate(layout) for layout in layouts if layout != candidate.layout)
 
 
 def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
     """Canonical layouts one decision away."""
-    for whole in Whole:
-        if whole is not layout.whole:
-            yield space.effective(dataclasses.replace(layout, whole=whole))
+    for whole in Gather:
+        if whole is not layout.gather:
+            yield space.effective(dataclasses.replace(layout, gather=whole))
     replicated = dataclasses.replace(layout, small_replicated=not layout.small_replicated)
     yield space.effective(replicated)
     if space.enters_loops(layout):
-        flipped = not layout.whole_into_loops
-        yield space.effective(dataclasses.replace(layout, whole_into_loops=flipped))
+        flipped = not layout.gather_loop_inputs
+        yield space.effective(dataclasses.replace(layout, gather_loop_inputs=flipped))
     make = functools.partial(
         space.layout,
-        whole=layout.whole,
+        gather=layout.gather,
         small_replicated=layout.small_replicated,
-        whole_into_loops=layout.whole_into_loops,
+        gather_loop_inputs=layout.gather_loop_inputs,
     )
-    compute, storage = dict(layout.compute), dict(layout.storage)
-    giving_way = layout.giving_way
+    compute, storage = dict(layout.activation_rules), dict(layout.state_rules)
+    conflict_losers = layout.conflict_losers
     for axis in space.shardable():
         a = axis.name
         old, kept = compute.get(a, ()), storage.get(a, ())
@@ -66,12 +65,12 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
             if to != old:
                 changed = {**compute, a: to}
                 if not axis.is_data:
-                    yield make(layout.mesh, changed, storage, giving_way)
+                    yield make(layout.mesh, changed, storage, conflict_losers)
                 yield make(
                     layout.mesh,
                     changed,
                     storage if axis.is_data else {**storage, a: to},
-                    giving_way,
+                    conflict_losers,
                 )
                 # The mesh axes may have been at work elsewhere: move them here.
                 freed = {
@@ -83,12 +82,14 @@ def _changed(space: Space, layout: Layout) -> Iterator[Layout]:
                         b: freed.get(b, was) if storage.get(b) == compute.get(b) else was
                         for b, was in {**storage, a: to}.items()
                     }
-                    yield make(layout.mesh, freed, storage if axis.is_data else both, giving_way)
+                    yield make(
+                        layout.mesh, freed, storage if axis.is_data else both, conflict_losers
+                    )
             if to != kept and not axis.is_data:
-                yield make(layout.mesh, compute, {**storage, a: to}, giving_way)
+                yield make(layout.mesh, compute, {**storage, a: to}, conflict_losers)
     contested = space.contested(compute, storage)
     for a in contested:
-        yield make(layout.mesh, compute, storage, {*giving_way} ^ {a})
+        yield make(layout.mesh, compute, storage, {*conflict_losers} ^ {a})
     # Weights in a row are all divided by rows or all by columns: one alone pays for both.
     for given in ((), contested):
         yield make(layout.mesh, compute, storage, given)
@@ -108,9 +109,11 @@ def _swapped(space: Space, layout: Layout) -> Iterator[Layout]:
             rules(
                 {a: sorted((other.get(x, x) for x in to), key=place.__getitem__) for a, to in table}
             )
-            for table in (layout.compute, layout.storage)
+            for table in (layout.activation_rules, layout.state_rules)
         ]
-        yield dataclasses.replace(layout, mesh=mesh, compute=swapped[0], storage=swapped[1])
+        yield dataclasses.replace(
+            layout, mesh=mesh, activation_rules=swapped[0], state_rules=swapped[1]
+        )
 
 
 def _divided(space: Space, layout: Layout) -> Iterator[Layout]:
@@ -146,7 +149,10 @@ def _divided(space: Space, layout: Layout) -> Iterator[Layout]:
                 )
 
             yield dataclasses.replace(
-                layout, mesh=mesh, compute=widen(layout.compute), storage=widen(layout.storage)
+                layout,
+                mesh=mesh,
+                activation_rules=widen(layout.activation_rules),
+                state_rules=widen(layout.state_rules),
             )
 
 

@@ -24,7 +24,7 @@ def _mesh_axes(value: object) -> tuple[str, ...]:
     return tuple(m for item in _items(value) for m in _mesh_axes(item))
 
 
-def unfit(leaf: Leaf, spec: Spec, sizes: Mapping[str, int]) -> str | None:
+def why_indivisible(leaf: Leaf, spec: Spec, sizes: Mapping[str, int]) -> str | None:
     """Why a fixed leaf cannot lie so on a mesh of these sizes, None if it can."""
     missing = sorted({m for dim in spec for m in dim} - set(sizes))
     if missing:

@@ -6,11 +6,11 @@ from autoshard.program.axes import Axes, Dimensions
 from autoshard.program.program import Program
 
 SMALL_SHARE = 0.01
-"""Of the state's elements: what the arrays that `Whole.SMALL` speaks of make up at most."""
+"""The largest share of the state's elements that the arrays of `Gather.SMALL_REPLICATED` hold."""
 
 
 def small_leaves(program: Program, axes: Axes) -> tuple[int, ...]:
-    """The leaves of the state that `Whole.SMALL` speaks of, by index."""
+    """The leaves of the state that `Gather.SMALL_REPLICATED` speaks of, by index."""
     most = small_elements(program, axes)
     return tuple(i for i, n in enumerate(_sizes(program, axes)) if n <= most)
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from autoshard.errors import LayoutError
 from autoshard.program.axes import Axes, Dimensions, LogicalAxis
 from autoshard.program.program import Program
-from autoshard.program.sites import Looped, Site, Used
-from autoshard.records.layout import Candidate, Layout, MeshShape, Spec, Whole, rules
-from autoshard.space.annotated import Written
-from autoshard.space.pinned import unfit
+from autoshard.program.sites import LoopPosition, ParamUse, Site
+from autoshard.records.layout import Candidate, Gather, Layout, MeshShape, Spec, rules
+from autoshard.space.annotated import AnnotatedStep
+from autoshard.space.pinned import why_indivisible
 from autoshard.space.small_parameters import small_leaves
 from autoshard.space.specs import Idle, SiteGroups, Specs, grouped, resolve
 
@@ -28,9 +28,9 @@ class Space:
     Attributes:
       meshes: allowed mesh shapes.
       pinned: logical axis -> mesh axes, for compute and storage, as the user fixed them.
-      used_leaves: the state leaves that `Whole.USED` speaks of, by index.
+      used_leaves: the state leaves that `Gather.PARAMS_REPLICATED` speaks of, by index.
       fixed_leaves: state leaf index -> spec, as the user fixed them.
-      written: the step as its author wrote it, where it has constraints on a mesh of this size.
+      annotated: the step with the user's annotations, where they name a mesh of this size.
     """
 
     program: Program
@@ -40,9 +40,9 @@ class Space:
     used_leaves: frozenset[int] = frozenset()
     pinned: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fixed_leaves: tuple[tuple[int, Spec], ...] = ()
-    written: Written | None = None
-    # The logical axes of each array to which a level of `Layout.whole` gives other rules.
-    _held: dict[Whole, frozenset[frozenset[str]]] = dataclasses.field(
+    annotated: AnnotatedStep | None = None
+    # The logical axes of each array to which a level of `Layout.gather` gives other rules.
+    _held: dict[Gather, frozenset[frozenset[str]]] = dataclasses.field(
         init=False, repr=False, compare=False
     )
     # The logical axes that lie along an array which rules divide: not the words of a PRNG key.
@@ -51,7 +51,7 @@ class Space:
     _small: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     # The logical axes that lie along an array of the state.
     _stored: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
-    # The logical axes, but for the batch's, of what `Layout.whole_into_loops` speaks of.
+    # The logical axes, but for the batch's, of what `Layout.gather_loop_inputs` speaks of.
     _looped: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     # Of `Axes.meetings` those in which the first may give way; the batch does to others anyway.
     _rivals: frozenset[tuple[str, str]] = dataclasses.field(init=False, repr=False, compare=False)
@@ -64,15 +64,17 @@ class Space:
     def __post_init__(self) -> None:
         fixed = {i for i, _ in self.fixed_leaves}
         small = frozenset(small_leaves(self.program, self.axes))
-        used: dict[Used, list[Dimensions]] = {where: [] for where in Used}
+        used: dict[ParamUse, list[Dimensions]] = {where: [] for where in ParamUse}
         for site in self.sites:
             used[site.used].append(self.axes.sites.get(site.index, ()))
         held = {
-            Whole.SMALL: [self.axes.inputs[i] for i in small - fixed],
-            Whole.ONCE: used[Used.ENTERING],
-            Whole.USED: [self.axes.inputs[i] for i in self.used_leaves - small - fixed]
-            + used[Used.OUTSIDE]
-            + used[Used.INSIDE],
+            Gather.SMALL_REPLICATED: [self.axes.inputs[i] for i in small - fixed],
+            Gather.PER_STEP: used[ParamUse.ENTERING],
+            Gather.PARAMS_REPLICATED: [
+                self.axes.inputs[i] for i in self.used_leaves - small - fixed
+            ]
+            + used[ParamUse.OUTSIDE]
+            + used[ParamUse.INSIDE],
         }
         found = {whole: _axes_of(arrays) for whole, arrays in held.items()}
         object.__setattr__(self, "_held", found)
@@ -82,12 +84,12 @@ class Space:
         stored = _axes_of(self.axes.inputs[: len(self.program.state)])
         object.__setattr__(self, "_stored", frozenset().union(*stored))
         batch = {axis.name for axis in self.axes.axes if axis.is_batch}
-        replicable = [held for held in found[Whole.SMALL] if not held & batch]
+        replicable = [held for held in found[Gather.SMALL_REPLICATED] if not held & batch]
         object.__setattr__(self, "_small", frozenset().union(*replicable))
         looped = [
             self.axes.sites.get(site.index, ())
             for site in self.sites
-            if site.looped is Looped.BEFORE
+            if site.looped is LoopPosition.BEFORE
         ]
         object.__setattr__(self, "_looped", frozenset().union(*_axes_of(looped)) - batch)
         rivals = frozenset(
@@ -117,10 +119,10 @@ class Space:
 
     def specs(self, layout: Layout) -> Specs:
         """Every sharding of a layout."""
-        if layout.as_written:
-            if self.written is None:
+        if layout.as_annotated:
+            if self.annotated is None:
                 raise LayoutError("the step has no constraints of its own to keep")
-            return self.written.specs
+            return self.annotated.specs
         if layout not in self._specs:
             if len(self._specs) >= _KEPT_SPECS:
                 del self._specs[next(iter(self._specs))]
@@ -144,35 +146,35 @@ class Space:
         fixed |= {m for _, spec in self.fixed_leaves for dim in spec for m in dim}
         fixed |= self._taken_in_part(layout)
         if layout.small_replicated and not self.divides_small(layout):
-            least = Whole.SMALL if layout.whole is Whole.NOTHING else layout.whole
-            layout = dataclasses.replace(layout, small_replicated=False, whole=least)
-        layout = dataclasses.replace(layout, whole=self._least_whole(layout))
+            least = Gather.SMALL_REPLICATED if layout.gather is Gather.PER_USE else layout.gather
+            layout = dataclasses.replace(layout, small_replicated=False, gather=least)
+        layout = dataclasses.replace(layout, gather=self._least_gather(layout))
         found = layout.canonical(frozenset(fixed))
-        contested = self.contested(dict(found.compute), dict(found.storage))
-        chosen = tuple(a for a in found.giving_way if a in contested)
-        into_loops = found.whole_into_loops and self.enters_loops(found)
-        found = dataclasses.replace(found, giving_way=chosen, whole_into_loops=into_loops)
+        contested = self.contested(dict(found.activation_rules), dict(found.state_rules))
+        chosen = tuple(a for a in found.conflict_losers if a in contested)
+        into_loops = found.gather_loop_inputs and self.enters_loops(found)
+        found = dataclasses.replace(found, conflict_losers=chosen, gather_loop_inputs=into_loops)
         only = self.meshes[0] if len(self.meshes) == 1 else self.program.pinned_mesh
-        if only is None or layout.as_written:
+        if only is None or layout.as_annotated:
             return found
         return found.spread_over(only) or found
 
-    def _least_whole(self, layout: Layout) -> Whole:
+    def _least_gather(self, layout: Layout) -> Gather:
         """The level itself where it gives some array other rules, else the first that says so much.
 
-        `Whole.SMALL` alone is held by the others, and says nothing of what is replicated.
+        Every other level includes `Gather.SMALL_REPLICATED`.
         """
-        compute, storage = dict(layout.compute), dict(layout.storage)
+        compute, storage = dict(layout.activation_rules), dict(layout.state_rules)
         other = {a for a in {*compute, *storage} if compute.get(a) != storage.get(a)}
 
-        def matters(whole: Whole) -> bool:
-            if whole is Whole.SMALL and layout.small_replicated:
+        def matters(gather: Gather) -> bool:
+            if gather is Gather.SMALL_REPLICATED and layout.small_replicated:
                 return False
-            return any(held & other for held in self._held[whole])
+            return any(held & other for held in self._held[gather])
 
-        if layout.whole is Whole.NOTHING or matters(layout.whole):
-            return layout.whole
-        return Whole.SMALL if matters(Whole.SMALL) else Whole.NOTHING
+        if layout.gather is Gather.PER_USE or matters(layout.gather):
+            return layout.gather
+        return Gather.SMALL_REPLICATED if matters(Gather.SMALL_REPLICATED) else Gather.PER_USE
 
     def divides_small(self, layout: Layout) -> bool:
         """Whether `Layout.small_replicated` could say something: compute rules divide small arrays.
@@ -180,17 +182,19 @@ class Space:
         Not where the user fixed such a rule.
         """
         pinned = {axis for axis, _ in self.pinned}
-        ruled = self._small.intersection(axis for axis, to in layout.compute if to)
+        ruled = self._small.intersection(axis for axis, to in layout.activation_rules if to)
         return bool(ruled) and not ruled & pinned
 
     def enters_loops(self, layout: Layout) -> bool:
-        """Whether `Layout.whole_into_loops` could say something: a rule divides what it names."""
-        return any(to and axis in self._looped for axis, to in layout.compute)
+        """Whether `Layout.gather_loop_inputs` could say something: a rule divides what it names."""
+        return any(to and axis in self._looped for axis, to in layout.activation_rules)
 
     def _taken_in_part(self, layout: Layout) -> set[str]:
         """Mesh axes of rules that divide some dimension only by a prefix: 6 by x=2 of x=2, y=4."""
         found: set[str] = set()
-        several = [(a, to) for a, to in (*layout.compute, *layout.storage) if len(to) > 1]
+        several = [
+            (a, to) for a, to in (*layout.activation_rules, *layout.state_rules) if len(to) > 1
+        ]
         if not several:
             return found
         extents = {a.name: a.sizes for a in self.axes.axes}
@@ -209,10 +213,10 @@ class Space:
         mesh: MeshShape,
         compute: Mapping[str, tuple[str, ...]],
         storage: Mapping[str, tuple[str, ...]],
-        giving_way: Iterable[str] = (),
-        whole: Whole = Whole.NOTHING,
+        conflict_losers: Iterable[str] = (),
+        gather: Gather = Gather.PER_USE,
         small_replicated: bool = False,
-        whole_into_loops: bool = False,
+        gather_loop_inputs: bool = False,
     ) -> Layout:
         """A canonical layout with the pinned rules put in."""
         names = {name for name, _ in mesh}
@@ -220,14 +224,14 @@ class Space:
         return self.canonical(
             Layout(
                 mesh=mesh,
-                compute=rules({**compute, **pinned}),
-                storage=rules(
+                activation_rules=rules({**compute, **pinned}),
+                state_rules=rules(
                     {**storage, **{a: to for a, to in pinned.items() if a in self._stored}}
                 ),
-                giving_way=tuple(giving_way),
-                whole=whole,
+                conflict_losers=tuple(conflict_losers),
+                gather=gather,
                 small_replicated=small_replicated,
-                whole_into_loops=whole_into_loops,
+                gather_loop_inputs=gather_loop_inputs,
             )
         )
 
@@ -241,15 +245,19 @@ class Space:
         return self.canonical(
             dataclasses.replace(
                 layout,
-                compute=tuple(rule for rule in layout.compute if rule[0] not in spared[False]),
-                storage=tuple(rule for rule in layout.storage if rule[0] not in spared[True]),
+                activation_rules=tuple(
+                    rule for rule in layout.activation_rules if rule[0] not in spared[False]
+                ),
+                state_rules=tuple(
+                    rule for rule in layout.state_rules if rule[0] not in spared[True]
+                ),
             )
         )
 
     def _idle(self, layout: Layout) -> list[Idle]:
         """The rules that shard nothing; storage rules that the user fixed may, on higher levels."""
         idle = self.specs(layout).idle
-        if layout.whole is Whole.NOTHING:
+        if layout.gather is Gather.PER_USE:
             return list(idle)
         pinned = {axis for axis, _ in self.pinned}
         return [rule for rule in idle if not rule.storage or rule.axis not in pinned]
@@ -260,8 +268,8 @@ class Space:
         if candidate.knobs != self.knobs:
             return f"knobs are {dict(candidate.knobs)}, this space has {dict(self.knobs)}"
         count = math.prod(n for _, n in self.meshes[0]) if self.meshes else 1
-        if layout.as_written:
-            return self._why_not_as_written()
+        if layout.as_annotated:
+            return self._why_not_as_annotated()
         if layout.device_count != count:
             return f"the mesh has {layout.device_count} devices, the target {count}"
         own = self.program.pinned_mesh
@@ -273,18 +281,18 @@ class Space:
         if len(self.meshes) == 1 and layout.mesh != self.meshes[0]:
             return f"the mesh is fixed to {dict(self.meshes[0])}"
         known = {a.name: a for a in self.axes.axes}
-        for axis, to in (*layout.compute, *layout.storage):
+        for axis, to in (*layout.activation_rules, *layout.state_rules):
             if axis not in known:
                 return f"no logical axis {axis!r}; the axes are {', '.join(known)}"
             if known[axis].is_loop:
                 return f"{axis} is a loop axis: a loop takes one slice of it at a time"
             del to
         for axis, to in self.pinned:
-            tables = [layout.compute, *[layout.storage] * (axis in self._stored)]
+            tables = [layout.activation_rules, *[layout.state_rules] * (axis in self._stored)]
             if any(dict(table).get(axis, ()) != to for table in tables):
                 return f"{axis} is fixed to {', '.join(to)}"
         for i, spec in self.fixed_leaves:
-            reason = unfit(self.program.state[i], spec, layout.sizes)
+            reason = why_indivisible(self.program.state[i], spec, layout.sizes)
             if reason is not None:
                 return reason
         specs = self.specs(layout)
@@ -292,9 +300,9 @@ class Space:
             return str(idle[0])
         sizes = layout.sizes
         batch_rules = {
-            a.name: dict(layout.compute)[a.name]
+            a.name: dict(layout.activation_rules)[a.name]
             for a in self.axes.axes
-            if a.is_batch and a.name in dict(layout.compute)
+            if a.is_batch and a.name in dict(layout.activation_rules)
         }
         first = len(self.program.state)  # the state is stored as it is, whatever lies along it
         for leaf, dims, spec in zip(
@@ -312,11 +320,11 @@ class Space:
                 )
         return None
 
-    def _why_not_as_written(self) -> str | None:
+    def _why_not_as_annotated(self) -> str | None:
         """What the user fixed holds for the author's own layout too."""
-        if self.written is None:
+        if self.annotated is None:
             return "the step has no constraints of its own to keep"
-        specs = self.written.specs
+        specs = self.annotated.specs
         sizes = dict(specs.mesh)
         wide = [n for n in sizes.values() if n > 1]
         if len(self.meshes) == 1 and wide != [n for _, n in self.meshes[0] if n > 1]:
@@ -358,7 +366,7 @@ class Space:
         return found
 
     def contested(self, *tables: Mapping[str, tuple[str, ...]]) -> list[str]:
-        """The axes that may give way (`Layout.giving_way`), in the order of `axes`.
+        """The axes that may give way (`Layout.conflict_losers`), in the order of `axes`.
 
         Those that stand in some array before another, or before themselves, that claims a mesh axis
         which they claim too.
@@ -409,11 +417,11 @@ class Space:
                 flips = itertools.product((False, True), repeat=len(contested))
                 small = (False, True) if self._small else (False,)
                 into_loops = (False, True) if self._looped else (False,)
-                for flipped, whole, replicated, into in itertools.product(
-                    flips, Whole, small, into_loops
+                for flipped, gather, replicated, into in itertools.product(
+                    flips, Gather, small, into_loops
                 ):
                     way = itertools.compress(contested, flipped)
-                    layout = self.layout(mesh, compute, storage, way, whole, replicated, into)
+                    layout = self.layout(mesh, compute, storage, way, gather, replicated, into)
                     if layout not in seen:
                         seen.add(layout)
                         candidate = self.candidate(layout)
@@ -432,12 +440,12 @@ class Space:
                 compute[axis.name] = to
                 if not axis.is_data:
                     storage[axis.name] = to if rng.random() < 0.6 else rng.choice(options)
-            whole = rng.choice(list(Whole))
+            gather = rng.choice(list(Gather))
             contested = self.contested(compute, storage)
-            giving_way = [axis for axis in contested if rng.randrange(2)]
+            conflict_losers = [axis for axis in contested if rng.randrange(2)]
             small = bool(self._small) and rng.random() < 0.5
             into_loops = bool(self._looped) and rng.random() < 0.5
-            layout = self.layout(mesh, compute, storage, giving_way, whole, small, into_loops)
+            layout = self.layout(mesh, compute, storage, conflict_losers, gather, small, into_loops)
             candidate = self.candidate(layout)
             if self.contains(candidate) is None:
                 return candidate

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from autoshard.program.axes import Axes, Dimensions
 from autoshard.program.program import Program
-from autoshard.program.sites import Looped, Site, Used
-from autoshard.records.layout import Layout, Spec, Whole, Wording
+from autoshard.program.sites import LoopPosition, ParamUse, Site
+from autoshard.records.layout import Constraints, Gather, Layout, Spec
 from autoshard.space.small_parameters import elements, loop_axes, small_elements
 
 
@@ -49,7 +49,7 @@ class Specs:
       dropped: sentences on inputs that a mesh axis does not divide though a rule asks for it, by
         divisibility or the order of factors, each once.
       idle: rules that shard nothing.
-      wording: how many of the sites are constrained in the program.
+      constraints: how many of the sites are constrained in the program.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -58,12 +58,12 @@ class Specs:
     sites: dict[int, SiteSpec]
     dropped: tuple[str, ...]
     idle: tuple[Idle, ...]
-    wording: Wording = Wording.LEAN
+    constraints: Constraints = Constraints.USUAL
 
     def key(self) -> tuple[object, ...]:
         """Equal for layouts that put the same shardings everywhere, in the same words."""
         sites = tuple(sorted((i, s.spec, s.open) for i, s in self.sites.items()))
-        return (self.mesh, self.inputs, self.outputs, sites, self.wording)
+        return (self.mesh, self.inputs, self.outputs, sites, self.constraints)
 
 
 class Asked(NamedTuple):
@@ -77,8 +77,8 @@ class Asked(NamedTuple):
     dims: Dimensions
     storage: bool
     of_state: bool
-    used: Used
-    looped: Looped
+    used: ParamUse
+    looped: LoopPosition
     batch_first: bool
     passing: bool
     looked_up: Dimensions
@@ -109,11 +109,11 @@ def grouped(axes: Axes, sites: Iterable[Site]) -> SiteGroups:
     return {asked: tuple(indices) for asked, indices in found.items()}
 
 
-_WHOLE_SITES: dict[Whole, frozenset[Used]] = {
-    Whole.NOTHING: frozenset(),
-    Whole.SMALL: frozenset(),
-    Whole.ONCE: frozenset({Used.INSIDE}),
-    Whole.USED: frozenset({Used.OUTSIDE, Used.INSIDE}),
+_WHOLE_SITES: dict[Gather, frozenset[ParamUse]] = {
+    Gather.PER_USE: frozenset(),
+    Gather.SMALL_REPLICATED: frozenset(),
+    Gather.PER_STEP: frozenset({ParamUse.INSIDE}),
+    Gather.PARAMS_REPLICATED: frozenset({ParamUse.OUTSIDE, ParamUse.INSIDE}),
 }
 """Sites that take compute rules though they are storage."""
 
@@ -129,8 +129,8 @@ class _Resolver:
         self.sizes = layout.sizes
         # Mesh axes as the canonical layout has them: all spellings of one say the same.
         self.counted = frozenset(name for name, _ in layout.canonical().mesh)
-        self.tables = {True: dict(layout.storage), False: dict(layout.compute)}
-        self.giving_way = frozenset(layout.giving_way)
+        self.tables = {True: dict(layout.state_rules), False: dict(layout.activation_rules)}
+        self.conflict_losers = frozenset(layout.conflict_losers)
         self.used: set[tuple[bool, str]] = set()
         self._memo: dict[
             tuple[Dimensions, bool, bool, bool], tuple[SiteSpec, tuple[Lost, ...]]
@@ -146,21 +146,21 @@ class _Resolver:
         dims, storage, of_state, used, looped, batch_first, passing, looked_up = asked
         drawn = self._of_examples(dims)  # noise, masks
         if (storage or of_state) and self._is_replicated(dims):
-            return None if used is Used.ENTERING else _replicated(dims)
-        if used is Used.ENTERING:
-            if self.layout.whole is not Whole.ONCE:
+            return None if used is ParamUse.ENTERING else _replicated(dims)
+        if used is ParamUse.ENTERING:
+            if self.layout.gather is not Gather.PER_STEP:
                 return None
             once, stored = (self._known(dims, of, batch_first)[0] for of in (False, True))
             return once if once != stored else None
-        if self.layout.whole_into_loops and looped is not Looped.NOT:
+        if self.layout.gather_loop_inputs and looped is not LoopPosition.NOT:
             divided, batch_alone = (
                 self._known(dims, False, batch_first, alone)[0] for alone in (False, True)
             )
             # Before the loop there is nothing to say of what no rule but the batch's divides.
-            return batch_alone if looped is Looped.INSIDE or batch_alone != divided else None
-        if looped is Looped.BEFORE:
+            return batch_alone if looped is LoopPosition.INSIDE or batch_alone != divided else None
+        if looped is LoopPosition.BEFORE:
             return None
-        storage = storage and not drawn and used not in _WHOLE_SITES[self.layout.whole]
+        storage = storage and not drawn and used not in _WHOLE_SITES[self.layout.gather]
         found, _ = self._known(dims, storage, batch_first)
         if passing and found == self._known(dims, storage, not batch_first)[0]:
             return None
@@ -264,7 +264,7 @@ class _Resolver:
             ruled = [
                 (axis, rule) for (axis, _), rule in zip(dims[d], claims[d], strict=True) if rule
             ]
-            way = -d if any(axis in self.giving_way for axis, _ in ruled) else -len(dims)
+            way = -d if any(axis in self.conflict_losers for axis, _ in ruled) else -len(dims)
             if storage:
                 return 0, False, way
             asked = [
@@ -305,13 +305,13 @@ def resolve(
 
     Args:
       sites: as `grouped` says them.
-      used_leaves: the state leaves that `Whole.USED` speaks of, by index.
+      used_leaves: the state leaves that `Gather.PARAMS_REPLICATED` speaks of, by index.
       fixed_leaves: the user's own spec for some state leaves, by index.
     """
     fixed = fixed_leaves or {}
-    asks = layout.whole is not Whole.NOTHING or layout.small_replicated
+    asks = layout.gather is not Gather.PER_USE or layout.small_replicated
     small = small_elements(program, axes) if asks else 0
-    whole = used_leaves if layout.whole is Whole.USED else frozenset()
+    whole = used_leaves if layout.gather is Gather.PARAMS_REPLICATED else frozenset()
     resolver = _Resolver(layout, small, axes)
     count = len(program.state)
     inputs: list[Spec] = []
@@ -335,7 +335,7 @@ def resolve(
             placed.update(dict.fromkeys(indices, at_site))
     idle = [
         Idle(storage, axis, to)
-        for storage, table in ((False, layout.compute), (True, layout.storage))
+        for storage, table in ((False, layout.activation_rules), (True, layout.state_rules))
         for axis, to in table
         if (storage, axis) not in resolver.used
     ]
@@ -346,7 +346,7 @@ def resolve(
         sites=placed,
         dropped=tuple(dropped),
         idle=tuple(idle),
-        wording=layout.wording,
+        constraints=layout.constraints,
     )
 
 

@@ -181,8 +181,8 @@ class CostModel:
         """Operations a second of products of this dtype, in MLIR's words or HLO's; "" for all else.
 
         A rate of `f8` or `f4` is that of every format of the width, `s8` that of `i8` and `u8` too.
-        Of f32 it depends on how precisely it is multiplied (`precision.multiplied_as`) where the
-        constants say so, else it is that of all f32.
+        The rate of f32 depends on its precision (`precision.effective_matmul_dtype`) where the
+        constants say so.
         """
         if not dtype:
             return self.constants.element_flops_per_s

@@ -25,7 +25,7 @@ from autoshard.rungs.compile.job import (
 from autoshard.rungs.worker.failures import failure_of
 from autoshard.rungs.worker.pool import worker_threads
 from autoshard.target.host import available_bytes
-from autoshard.tuner.state import Ledger, Row
+from autoshard.tuner.state import Row, SearchState
 
 _SILENT_S = 600.0
 """Besides two limits of one compile, how long a user's executor may answer nothing: it may start
@@ -44,7 +44,7 @@ class _Asked(NamedTuple):
 
 
 class Compiling:
-    """Compiles rows of a ledger.
+    """Compiles rows of a state.
 
     Attributes:
       count: programs that were given to the compiler, answers from the journal included.
@@ -52,22 +52,22 @@ class Compiling:
         leaves it open.
     """
 
-    def __init__(self, ledger: Ledger, executor: concurrent.futures.Executor | None):
+    def __init__(self, state: SearchState, executor: concurrent.futures.Executor | None):
         self.count = 0
-        self._ledger = ledger
+        self._state = state
         self._executor = executor
         # The user's executor may compile on other machines, whose programs are not for this one.
-        self._executables = ledger.executables if executor is None else None
+        self._executables = state.executables if executor is None else None
         self._waiting: dict[concurrent.futures.Future[CompileResult | Failure], _Asked] = {}
         self._theirs = executor is not None
         # Of a user's executor alone: when it was last given something, and last answered; and what
         # is said of candidates since it is taken for lost.
         self._given_s = self._heard_s = 0.0
         self._lost: Failure | None = None
-        self._in_process = ledger.target.is_here and ledger.target.platform != "cpu"
+        self._in_process = state.target.is_here and state.target.platform != "cpu"
         self._free_bytes = available_bytes()
         self._peaks_bytes: list[int] = []  # of the workers here, after each compile
-        self.most = ledger.budget.compiles_by(self.workers())
+        self.most = state.budget.compiles_by(self.workers())
 
     def workers(self) -> int:
         """How many programs compile at once on this machine, by the largest peak seen so far.
@@ -118,17 +118,17 @@ class Compiling:
         Args:
           share: part of the budget's seconds after which no further row is begun, except the first.
         """
-        ledger, total = self._ledger, self.most
+        state, total = self._state, self.most
         for i in indices:
-            if self.count and ledger.stops("compiling", share):
+            if self.count and state.stops("compiling", share):
                 break
-            row = ledger.rows[i]
+            row = state.rows[i]
             if any(row is other for asked in self._waiting.values() for other, _ in asked.rows):
                 continue
             key = self.key(row)
             found = self._recorded(key)
             if found is not None:
-                row.digest = str(ledger.journal.note(key).get("module", ""))
+                row.digest = str(state.journal.note(key).get("module", ""))
                 self.count += self._judged_as(row) is None
                 row.compiled = found
                 continue
@@ -136,8 +136,8 @@ class Compiling:
                 self.count += 1
                 row.compiled = self._lost
                 continue
-            ledger.tell(Stage.COMPILE, self.count + 1 - len(self._waiting), total, "lowering")
-            module = ledger.module_of(row)
+            state.tell(Stage.COMPILE, self.count + 1 - len(self._waiting), total, "lowering")
+            module = state.module_of(row)
             if isinstance(module, Failure):
                 self.count += 1
                 self._record(row, key, module)
@@ -150,24 +150,24 @@ class Compiling:
                 asked.rows.append((row, key))
                 continue
             self.count += 1
-            note = ledger.note("compile", row)
-            if self._executor is None and ledger.journal.attempts(key) > 1:
+            note = state.note("compile", row)
+            if self._executor is None and state.journal.attempts(key) > 1:
                 self._record(row, key, _crashed())
                 continue
             if self._executor is None:
                 # Live accelerators: this process holds them, so it compiles.
-                with ledger.journal.attempted({key: note}):
-                    placed = ledger.target.placed(module.mesh)
+                with state.journal.attempted({key: note}):
+                    placed = state.target.placed(module.mesh)
                     result = compile_on(module, placed, self._executables)
                     self._record(row, key, self._priced(module, result))
                 continue
-            ledger.journal.started(key, note)
+            state.journal.started(key, note)
             request = request_for(
                 module,
-                ledger.target,
+                state.target,
                 # Another machine may not have this folder, nor may make it.
-                None if self._theirs else ledger.folder_of("workers/compile"),
-                ledger.budget.compile_seconds,
+                None if self._theirs else state.folder_of("workers/compile"),
+                state.budget.compile_seconds,
                 self._executables,
             )
             try:
@@ -185,7 +185,7 @@ class Compiling:
         A user's executor is waited for until the budget's seconds are spent, or it has been silent
         for long: what it still has is then a failure, of which nothing is recorded.
         """
-        ledger, total = self._ledger, self.most
+        state, total = self._state, self.most
         begin = time.perf_counter()
         while self._waiting:
             done, _ = concurrent.futures.wait(
@@ -206,7 +206,7 @@ class Compiling:
                     outcome = self._priced(asked.module, result)
                     for row, key in asked.rows:
                         self._record(row, key, outcome)
-                ledger.tell(
+                state.tell(
                     Stage.COMPILE, self.count - len(self._waiting), total, "compiling candidates"
                 )
 
@@ -214,14 +214,14 @@ class Compiling:
         """How long the next answer is waited for; None without limit: our own workers have one."""
         if not self._theirs:
             return None
-        ledger, budget = self._ledger, self._ledger.budget
+        state, budget = self._state, self._state.budget
         last = max(self._given_s, self._heard_s)
-        if ledger.interrupted:
+        if state.interrupted:
             until = last + _GRACE_S
         else:
             until = last + _SILENT_S + 2 * budget.compile_seconds
         if budget.seconds is not None:
-            spent = ledger.start_s + budget.seconds
+            spent = state.start_s + budget.seconds
             until = min(until, max(spent, self._given_s + _GRACE_S))
         return min(max(0.0, until - time.perf_counter()), threading.TIMEOUT_MAX)
 
@@ -243,8 +243,8 @@ class Compiling:
         """What is said of a candidate that a user's executor did not answer."""
         name, elapsed_s = type(self._executor).__name__, time.perf_counter() - since
         said, more = f"the executor {name} has answered nothing for {elapsed_s:.1f} s", ""
-        if not self._ledger.interrupted and self._ledger.stops("compiling", 1.0):
-            said += f" and Budget(seconds={self._ledger.budget.seconds:g}) is spent"
+        if not self._state.interrupted and self._state.stops("compiling", 1.0):
+            said += f" and Budget(seconds={self._state.budget.seconds:g}) is spent"
             more = "; or give the search more seconds"
         return Failure(
             stage=Stage.COMPILE,
@@ -262,13 +262,13 @@ class Compiling:
 
     def key(self, row: Row) -> str:
         """The journal's key of what the compiler makes of a row."""
-        return self._ledger.key(
-            "compile", self._ledger.subject_of(row), row.candidate, **self.compiled_by()
+        return self._state.key(
+            "compile", self._state.problem_of(row), row.candidate, **self.compiled_by()
         )
 
     def compiled_by(self) -> dict[str, object]:
         """Which compiler it is, with which options."""
-        target = self._ledger.target
+        target = self._state.target
         platform = target.lowering_platform
         options = compiler_options(platform, deviceless=not target.is_here)
         apart = target.platform == "tpu"  # libtpu is a package of its own
@@ -285,14 +285,14 @@ class Compiling:
         return self._recorded(self.key(row)) is not None
 
     def _recorded(self, key: str) -> Estimate | Failure | None:
-        found = self._ledger.journal.find(key)
+        found = self._state.journal.find(key)
         if isinstance(found, (Estimate, Failure)) and not self._may_take_longer(found):
             return found
         return None
 
     def _may_take_longer(self, found: Estimate | Failure) -> bool:
         """Whether a recorded timeout ran under a shorter limit than today's."""
-        limit_s = self._ledger.budget.compile_seconds
+        limit_s = self._state.budget.compile_seconds
         return (
             isinstance(found, Failure) and found.kind is Kind.TIMEOUT and found.elapsed_s < limit_s
         )
@@ -301,7 +301,7 @@ class Compiling:
         """What the compiler said of the same program under another row, None if nothing yet."""
         others = (
             self._recorded(self.key(other))
-            for other in self._ledger.rows
+            for other in self._state.rows
             if other is not row and other.compiled is not None and _are_one(other, row)
         )
         return next((found for found in others if found is not None), None)
@@ -310,7 +310,7 @@ class Compiling:
         if isinstance(result, Failure):
             return result
         try:
-            return estimate_of(module, result, self._ledger.cost)
+            return estimate_of(module, result, self._state.cost)
         except HloError as error:
             return Failure(
                 stage=Stage.COMPILE,
@@ -323,13 +323,13 @@ class Compiling:
         if isinstance(outcome, Estimate) and isinstance(row.propagated, Estimate):
             outcome = dataclasses.replace(outcome, dropped=row.propagated.dropped)
         row.compiled = outcome
-        note = self._ledger.note("compile", row)
-        self._ledger.journal.add(key, outcome, {**note, "module": row.digest, "most": self.most})
+        note = self._state.note("compile", row)
+        self._state.journal.add(key, outcome, {**note, "module": row.digest, "most": self.most})
 
 
 def _are_one(one: Row, other: Row) -> bool:
     """Whether two rows are known to have come to one program."""
-    return bool(one.digest) and (one.subject, one.digest) == (other.subject, other.digest)
+    return bool(one.digest) and (one.problem, one.digest) == (other.problem, other.digest)
 
 
 def _crashed() -> Failure:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from autoshard.lowering.problem import KnobValue, ModelFn, Subject
+from autoshard.lowering.problem import KnobValue, ModelFn, SearchProblem
 from autoshard.program.program import Program
 from autoshard.records.trial import Estimate, Failure, Kind, Stage, Trial
 from autoshard.records.words import mebibytes, mesh_in_words, rules_in_words
@@ -19,18 +19,18 @@ from autoshard.tuner.knob_advice import Nearest, knob_advice
 
 def why_no_plan(
     found: Found,
-    subjects: Sequence[Subject],
+    problems: Sequence[SearchProblem],
     target: Target,
     cost: CostModel,
     limit_bytes: int,
     model_fn: ModelFn,
-    make_subject: Callable[[Program], Subject],
+    make_problem: Callable[[Program], SearchProblem],
 ) -> str:
     """The message of the error: how far the closest candidate is, what would make it fit.
 
     Args:
       limit_bytes: what a device may use, headroom taken off.
-      make_subject: how the search made its subjects, for programs of other knob values.
+      make_problem: how the search made its problems, for programs of other knob values.
     """
     if not found.trials and found.ended == "interrupted":
         return "interrupted before a layout was judged"
@@ -38,7 +38,7 @@ def why_no_plan(
         return "there is no layout to judge: fix, mesh_shape and divisibility leave none"
     failures = [t.profiled for t in found.trials if isinstance(t.profiled, Failure)]
     if failures and all(f.kind is Kind.NUMERICS for f in failures):
-        drawn = any(s.analysis.program.workload.sample is None for s in subjects)
+        drawn = any(s.analysis.program.workload.sample is None for s in problems)
         return (
             "no candidate computes what the unsharded step computes:"
             + _each_once(failures, 4)
@@ -77,17 +77,17 @@ def why_no_plan(
         f" {rules_in_words(layout)}, knobs {dict(trial.candidate.knobs)}.",
         "It would fit with:",
     ]
-    subject = subjects[found.subject[index]]
+    problem = problems[found.problem[index]]
     if limit_bytes > state:
         lines.append(
             f"  - a batch of about {(limit_bytes - state) / (peak - state):.2f} of this one"
             " (if what is not state grows with it),"
         )
-    lines.append(f"  - {_more_devices(subject, trial, peak, limit_bytes, target, cost)},")
+    lines.append(f"  - {_more_devices(problem, trial, peak, limit_bytes, target, cost)},")
     lines += [f"  - {line}," for line in _more_memory(peak, limit_bytes, target)]
     here = trial.propagated
     nearest = Nearest(
-        program=subject.analysis.program,
+        program=problem.analysis.program,
         layout=layout,
         scale=peak / here.peak_memory_bytes if isinstance(here, Estimate) else 1.0,
         excess=(peak - state) / (limit_bytes - state) if limit_bytes > state else math.inf,
@@ -96,7 +96,7 @@ def why_no_plan(
     for other, _, needed in judged:
         values = other.candidate.knobs
         peaks[values] = min(needed, peaks.get(values, needed))
-    advice, remarks = knob_advice(model_fn, nearest, peaks, make_subject, cost, limit_bytes)
+    advice, remarks = knob_advice(model_fn, nearest, peaks, make_problem, cost, limit_bytes)
     lines += [f"  - {line}," for line in advice[:-1]]
     lines.append(f"  - or {advice[-1]}.")
     lines += [f"{line}." for line in remarks]
@@ -172,7 +172,7 @@ def _peak(trial: Trial, target: Target) -> int | None:
 
 
 def _more_devices(
-    subject: Subject,
+    problem: SearchProblem,
     trial: Trial,
     peak: int,
     limit_bytes: int,
@@ -181,8 +181,8 @@ def _more_devices(
 ) -> str:
     """How many devices would do: the same rules on more of them, as rung 1 judges them."""
     layout, here = trial.candidate.layout, trial.propagated
-    if isinstance(here, Estimate) and not layout.as_written and here.peak_memory_bytes:
-        propagator = Propagator(subject.analysis)
+    if isinstance(here, Estimate) and not layout.as_annotated and here.peak_memory_bytes:
+        propagator = Propagator(problem.analysis)
         # Memory alone is asked for: the links of this many devices are not those of more.
         cost = CostModel(cost.constants)
         scale = peak / here.peak_memory_bytes  # how far rung 1 is off
@@ -192,7 +192,7 @@ def _more_devices(
                 continue
             for i, (name, size) in enumerate(layout.mesh):
                 mesh = (*layout.mesh[:i], (name, size * factor), *layout.mesh[i + 1 :])
-                space = dataclasses.replace(subject.space, meshes=(mesh,))
+                space = dataclasses.replace(problem.space, meshes=(mesh,))
                 wider = dataclasses.replace(layout, mesh=mesh)
                 if space.contains(space.candidate(wider)) is not None:
                     continue

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from autoshard.lowering.problem import KnobValue, ModelFn, Subject
+from autoshard.lowering.problem import KnobValue, ModelFn, SearchProblem
 from autoshard.program.program import Program, trace
 from autoshard.records.layout import Layout
 from autoshard.records.trial import Estimate
@@ -43,7 +43,7 @@ def knob_advice(
     model_fn: ModelFn,
     nearest: Nearest,
     peaks: Mapping[tuple[tuple[str, KnobValue], ...], int],
-    make_subject: Callable[[Program], Subject],
+    make_problem: Callable[[Program], SearchProblem],
     cost: CostModel,
     limit_bytes: int,
 ) -> tuple[list[str], list[str]]:
@@ -65,7 +65,7 @@ def knob_advice(
     for changed in _more_of(nearest, peaks):
         name, value = changed
         try:
-            found = _smallest(model_fn, changed, nearest, make_subject, cost)
+            found = _smallest(model_fn, changed, nearest, make_problem, cost)
         except Exception as error:  # the user's code may raise anything for such a value
             _log.debug("%s=%r cannot be judged", name, value, exc_info=True)
             text = (str(error).splitlines() or [""])[0][:300]
@@ -114,7 +114,7 @@ def _smallest(
     model_fn: ModelFn,
     changed: tuple[str, KnobValue],
     nearest: Nearest,
-    make_subject: Callable[[Program], Subject],
+    make_problem: Callable[[Program], SearchProblem],
     cost: CostModel,
 ) -> tuple[int, Layout] | None:
     """The smallest peak under another knob value, by rung 1; None if the batch is another.
@@ -126,14 +126,17 @@ def _smallest(
     program = trace(model_fn(**dict(knobs)), knobs, nearest.program.keeps_constraints)
     if program.batch != nearest.program.batch:
         return None
-    subject = make_subject(program)
-    propagator = Propagator(subject.analysis)
-    layouts = [nearest.layout, *(b.candidate.layout for b in baselines(subject.space))]
+    problem = make_problem(program)
+    propagator = Propagator(problem.analysis)
+    layouts = [nearest.layout, *(b.candidate.layout for b in baselines(problem.space))]
     found = []
     for layout in layouts:
-        if layout.as_written or subject.space.contains(subject.space.candidate(layout)) is not None:
+        if (
+            layout.as_annotated
+            or problem.space.contains(problem.space.candidate(layout)) is not None
+        ):
             continue
-        judged = propagator.judge(subject.space, layout, cost)
+        judged = propagator.judge(problem.space, layout, cost)
         if isinstance(judged, Estimate):
             found.append((int(judged.peak_memory_bytes * nearest.scale), layout))
     return min(found, key=lambda x: x[0]) if found else None

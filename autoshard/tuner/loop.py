@@ -10,15 +10,15 @@ import time
 from collections.abc import Iterator, Sequence
 
 from autoshard.compat.jaxpr.contexts import without_mesh
-from autoshard.lowering.problem import Subject
-from autoshard.records.layout import Wording
+from autoshard.lowering.problem import SearchProblem
+from autoshard.records.layout import Constraints
 from autoshard.records.trial import Failure, Kind, Stage, Trial
 from autoshard.target.cost import Correction, CostModel
 from autoshard.target.target import Target
 from autoshard.tuner.budget import Budget, Callback
 from autoshard.tuner.compiling import Compiling
 from autoshard.tuner.journal import Journal
-from autoshard.tuner.measuring import Measuring, opened_bench
+from autoshard.tuner.measuring import Measuring, opened_runner
 from autoshard.tuner.promoting import (
     always,
     false_rejections,
@@ -30,7 +30,7 @@ from autoshard.tuner.promoting import (
     worth_measuring,
 )
 from autoshard.tuner.propagating import propagate_all
-from autoshard.tuner.state import Ledger
+from autoshard.tuner.state import SearchState
 from autoshard.tuner.strategy import Strategy
 
 RUNG1_SHARE, FIRST_WAVE_SHARE, RUNG2_SHARE = 0.25, 0.45, 0.7
@@ -59,7 +59,7 @@ class Found:
     Attributes:
       trials: every trial, in the order asked.
       ranking: indices of trials that may be planned, best first; empty if none may.
-      subject: of each trial, which subject it belongs to.
+      problem: of each trial, which problem it belongs to.
       ended: "finished", "interrupted", "out of time" where the whole time was up, or what was cut
         short by its share of the time, such as "cut short: judging layouts, measuring".
       false_rejections: candidates that rung 1 would have rejected and rung 2 found to fit.
@@ -71,7 +71,7 @@ class Found:
 
     trials: tuple[Trial, ...]
     ranking: tuple[int, ...]
-    subject: tuple[int, ...]
+    problem: tuple[int, ...]
     ended: str
     false_rejections: int
     elapsed_s: dict[str, float]
@@ -82,7 +82,7 @@ class Found:
 
 @without_mesh()
 def run_search(
-    subjects: Sequence[Subject],
+    problems: Sequence[SearchProblem],
     target: Target,
     cost: CostModel,
     *,
@@ -104,8 +104,8 @@ def run_search(
       start_s: when the search began, by `time.perf_counter`.
     """
     with tempfile.TemporaryDirectory(prefix="autoshard-") as scratch:
-        ledger = Ledger(
-            subjects=list(subjects),
+        state = SearchState(
+            problems=list(problems),
             target=target,
             cost=cost,
             budget=budget,
@@ -118,46 +118,46 @@ def run_search(
             start_s=start_s,
             elapsed_s={"trace": time.perf_counter() - start_s},
         )
-        compiling = Compiling(ledger, executor)
-        measuring = Measuring(ledger, compiling.compiled_by())
+        compiling = Compiling(state, executor)
+        measuring = Measuring(state, compiling.compiled_by())
         with compiling.opened():
-            with _keeping_what_there_is(ledger):
-                _climb(ledger, compiling, measuring, strategy)
+            with _keeping_what_there_is(state):
+                _climb(state, compiling, measuring, strategy)
             ranking = [*measuring.ranking]
-            if not ranking and _may_be_estimated(ledger, measuring):
-                with _keeping_what_there_is(ledger):
-                    _compile_until_one_fits(ledger, compiling)
-                ranking = _by_estimate(ledger)
+            if not ranking and _may_be_estimated(state, measuring):
+                with _keeping_what_there_is(state):
+                    _compile_until_one_fits(state, compiling)
+                ranking = _by_estimate(state)
     journal.sync()
-    ledger.elapsed_s["all"] = time.perf_counter() - ledger.start_s
+    state.elapsed_s["all"] = time.perf_counter() - state.start_s
     return Found(
-        trials=tuple(row.trial() for row in ledger.rows),
+        trials=tuple(row.trial() for row in state.rows),
         ranking=tuple(ranking),
-        subject=tuple(row.subject for row in ledger.rows),
-        ended=ledger.how_it_ended(),
-        false_rejections=false_rejections(ledger),
-        elapsed_s=dict(ledger.elapsed_s),
-        correction=ledger.correction,
-        notes=tuple(dict.fromkeys(ledger.notes)),
+        problem=tuple(row.problem for row in state.rows),
+        ended=state.how_it_ended(),
+        false_rejections=false_rejections(state),
+        elapsed_s=dict(state.elapsed_s),
+        correction=state.correction,
+        notes=tuple(dict.fromkeys(state.notes)),
         compiles=compiling.most,
     )
 
 
 @contextlib.contextmanager
-def _keeping_what_there_is(ledger: Ledger) -> Iterator[None]:
+def _keeping_what_there_is(state: SearchState) -> Iterator[None]:
     """A KeyboardInterrupt, also a callback's, ends what is inside; the search goes on after it."""
     try:
         yield
     except KeyboardInterrupt:
-        ledger.interrupted = True
-        ledger.tell(Stage.PROFILE, 0, 0, "interrupted: finishing with the best so far")
+        state.interrupted = True
+        state.tell(Stage.PROFILE, 0, 0, "interrupted: finishing with the best so far")
 
 
 def _climb(
-    ledger: Ledger, compiling: Compiling, measuring: Measuring, strategy: Strategy | None
+    state: SearchState, compiling: Compiling, measuring: Measuring, strategy: Strategy | None
 ) -> None:
     """The rungs in two waves: the first teaches the model of rung 1, the second profits."""
-    budget = ledger.budget
+    budget = state.budget
     # Of compilations that nothing is measured after, some ask for the best in other words.
     spared = min(compiling.most // 3, _MOST_REWORDED)
     if budget.profiles or spared < _FEWEST_REWORDED:
@@ -168,98 +168,98 @@ def _climb(
     def begin_baselines() -> None:
         # Rung 1 needs one core: the workers have the others until it is done. Half of the
         # compilations are for what it finds, or what is left beside those that always are.
-        hopeful = hopeful_baselines(ledger)
-        certain = always(ledger, hopeful)[: compiling.most]
+        hopeful = hopeful_baselines(state)
+        certain = always(state, hopeful)[: compiling.most]
         others = [i for i in hopeful if i not in certain]
         room = max(0, (compiling.most - spared + 1) // 2 - len(certain))
         first.extend(i for i in hopeful if i in certain or i in others[:room])
-        with ledger.timed("compile"):
+        with state.timed("compile"):
             compiling.begin(first, share)
 
-    with ledger.timed("propagate"):
-        propagate_all(ledger, strategy, RUNG1_SHARE, begin_baselines)
-    with ledger.timed("compile"):
+    with state.timed("propagate"):
+        propagate_all(state, strategy, RUNG1_SHARE, begin_baselines)
+    with state.timed("compile"):
         room = max(0, compiling.most - spared - len(first))
         room = min(room, budget.profiles or room)
-        more = promoted(ledger, room - room // 2, first)
+        more = promoted(state, room - room // 2, first)
         compiling.compile(more, share)
         first += more
     if budget.profiles == 0:
-        learn(ledger)
-        with ledger.timed("compile"):
-            second = promoted(ledger, max(0, compiling.most - spared - compiling.count), first)
+        learn(state)
+        with state.timed("compile"):
+            second = promoted(state, max(0, compiling.most - spared - compiling.count), first)
             compiling.compile(second, 1.0)
-            for index in itertools.islice(reworded(ledger, compiling.known), spared):
+            for index in itertools.islice(reworded(state, compiling.known), spared):
                 compiling.begin([index], 1.0)
             compiling.finish()
-            rest = promoted(ledger, max(0, compiling.most - compiling.count), first)
+            rest = promoted(state, max(0, compiling.most - compiling.count), first)
             compiling.compile(rest, 1.0)
         return
-    with opened_bench(ledger) as bench:
-        with ledger.timed("profile"):
+    with opened_runner(state) as bench:
+        with state.timed("profile"):
             most = budget.profiles - budget.profiles // _KEPT
-            begun = worth_measuring(ledger, first)[:most]
+            begun = worth_measuring(state, first)[:most]
             measuring.measure(bench, begun, "first", FIRST_WAVE_ROUNDS, 0, RUNG2_SHARE)
-        learn(ledger)
-        with ledger.timed("compile"):
-            room = min(compiling.most - compiling.count, budget.profiles - len(ledger.measured()))
-            second = promoted(ledger, max(0, room), first)
+        learn(state)
+        with state.timed("compile"):
+            room = min(compiling.most - compiling.count, budget.profiles - len(state.measured()))
+            second = promoted(state, max(0, room), first)
             compiling.compile(second, RUNG2_SHARE)
-        with ledger.timed("profile"):
-            left = budget.profiles - len(ledger.measured())
+        with state.timed("profile"):
+            left = budget.profiles - len(state.measured())
             # After those that the first wave points to, what it had no place for.
-            rest = worth_measuring(ledger, first)
-            more = [*always(ledger, rest), *worth_measuring(ledger, second), *rest]
-            fresh = [i for i in more if ledger.rows[i].profiled is None][: max(0, left)]
+            rest = worth_measuring(state, first)
+            more = [*always(state, rest), *worth_measuring(state, second), *rest]
+            fresh = [i for i in more if state.rows[i].profiled is None][: max(0, left)]
             finalists = [*measuring.ranking[:_DEFENDERS], *fresh]
             measuring.measure(bench, finalists, "final", budget.rounds, FIRST_WAVE_ROUNDS, 1.0)
-        learn(ledger)
+        learn(state)
 
 
-def _may_be_estimated(ledger: Ledger, measuring: Measuring) -> bool:
+def _may_be_estimated(state: SearchState, measuring: Measuring) -> bool:
     """Nothing was measured: whether that leaves something to plan by its estimate.
 
     Not where candidates compute something else than they should, unless others were left unchecked,
     by an interrupt or for want of time: nobody knows of these, which is noted.
     """
-    checked = [row.profiled for row in ledger.rows if isinstance(row.profiled, Failure)]
+    checked = [row.profiled for row in state.rows if isinstance(row.profiled, Failure)]
     wrong = sum(failure.kind is Kind.NUMERICS for failure in checked)
-    if not wrong or (not ledger.interrupted and not measuring.left):
+    if not wrong or (not state.interrupted and not measuring.left):
         return not wrong
-    ledger.notes.append(
+    state.notes.append(
         f"{wrong} of {len(checked)} programs that ran before the search ended compute something"
         " else than the unsharded step; the plan was not checked: plan.check() compares it"
     )
     return True
 
 
-def _fitting(ledger: Ledger) -> list[int]:
+def _fitting(state: SearchState) -> list[int]:
     """Rows that rung 2 finds to fit and that have not failed on the devices."""
-    fitting = ledger.standing(ledger.fitting(range(len(ledger.rows))))
-    return [i for i in fitting if not isinstance(ledger.rows[i].profiled, Failure)]
+    fitting = state.standing(state.fitting(range(len(state.rows))))
+    return [i for i in fitting if not isinstance(state.rows[i].profiled, Failure)]
 
 
-def _compile_until_one_fits(ledger: Ledger, compiling: Compiling) -> None:
+def _compile_until_one_fits(state: SearchState, compiling: Compiling) -> None:
     """Compiles a few more where nothing is known to fit, at last the smallest by rung 1.
 
     Rung 1 may be wrong, and if it is not, the error can say what is missing.
     """
     for _ in range(4):
-        more = [] if _fitting(ledger) else promoted(ledger, 2, [])
+        more = [] if _fitting(state) else promoted(state, 2, [])
         if not more:
             break
-        with ledger.timed("compile"):
+        with state.timed("compile"):
             compiling.compile(more, float("inf"))
-    if not _fitting(ledger) and (least := smallest(ledger)) is not None:
-        with ledger.timed("compile"):
+    if not _fitting(state) and (least := smallest(state)) is not None:
+        with state.timed("compile"):
             compiling.compile([least], float("inf"))
 
 
-def _by_estimate(ledger: Ledger) -> list[int]:
+def _by_estimate(state: SearchState) -> list[int]:
     """Nothing was measured: what rung 2 finds to fit, by its estimate."""
 
     def order(i: int) -> tuple[float, int]:
-        usual = ledger.rows[i].candidate.layout.wording is Wording.LEAN
-        return ledger.estimated_s(i) * (1.0 if usual else 1.0 + _WORTH), i
+        usual = state.rows[i].candidate.layout.constraints is Constraints.USUAL
+        return state.estimated_s(i) * (1.0 if usual else 1.0 + _WORTH), i
 
-    return sorted(_fitting(ledger), key=order)
+    return sorted(_fitting(state), key=order)

@@ -9,17 +9,17 @@ from autoshard.compat.xla.versions import versions
 from autoshard.errors import WorkerError
 from autoshard.lowering.lower import lower_unsharded
 from autoshard.records.module import Module
-from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage
+from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage, relative_time
 from autoshard.rungs.profile import numerics, profile
 from autoshard.rungs.profile.checking import Finalist, Touching
 from autoshard.rungs.profile.inputs import Inputs, make_inputs
 from autoshard.rungs.profile.race import INTERRUPTED, Footprint, RaceSettings
-from autoshard.rungs.profile.runner import Bench, Benches, runs_ahead
-from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.rungs.profile.runner import LocalRunner, Runner, runs_ahead
+from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.target.host import cores
 from autoshard.tuner.journal import key_of
 from autoshard.tuner.race_records import RaceRecords, trace_key, with_trace
-from autoshard.tuner.state import Ledger, Row
+from autoshard.tuner.state import Row, SearchState
 
 _BATCHES = 2
 
@@ -31,15 +31,15 @@ _APART = 1 << 20
 
 
 @contextlib.contextmanager
-def opened_bench(ledger: Ledger) -> Iterator[Benches]:
+def opened_runner(state: SearchState) -> Iterator[Runner]:
     """What measures: this process for accelerators, a child that can be killed for CPUs."""
-    if ledger.target.platform != "cpu":
-        yield Bench(ledger.target.placed, ledger.executables)
+    if state.target.platform != "cpu":
+        yield LocalRunner(state.target.placed, state.executables)
         return
-    child = ChildBench(
-        ledger.settings("measure"),
-        time_limit_s=ledger.budget.measure_seconds,
-        executables=ledger.executables,
+    child = ChildRunner(
+        state.settings("measure"),
+        time_limit_s=state.budget.measure_seconds,
+        executables=state.executables,
     )
     try:
         yield child
@@ -48,28 +48,28 @@ def opened_bench(ledger: Ledger) -> Iterator[Benches]:
 
 
 class Measuring:
-    """Measures rows of a ledger in waves.
+    """Measures rows of a state in waves.
 
     Attributes:
-      ranking: rows that may be planned, best first: the survivors of the last race in its order,
-        then the others by their own times.
+      ranking: rows that may be planned, best first: the fastest of the last race, then the others
+        by `trial.relative_time` to it.
     """
 
-    def __init__(self, ledger: Ledger, compiled_by: Mapping[str, object]):
+    def __init__(self, state: SearchState, compiled_by: Mapping[str, object]):
         self.ranking: tuple[int, ...] = ()
         self._asked: set[int] = set()
-        self._ledger = ledger
+        self._state = state
         self._compiled_by = compiled_by
         self._inputs: dict[int, Inputs] = {}
 
     @property
     def left(self) -> list[int]:
         """Rows that were to be measured, and were neither that nor failed."""
-        return [i for i in sorted(self._asked) if self._ledger.rows[i].profiled is None]
+        return [i for i in sorted(self._asked) if self._state.rows[i].profiled is None]
 
     def measure(
         self,
-        bench: Benches,
+        bench: Runner,
         indices: Sequence[int],
         wave: str,
         rounds: int,
@@ -87,41 +87,41 @@ class Measuring:
           first_round: number of the wave's first round; samples of one round pair up.
           share: part of the budget's seconds after which the race stops.
         """
-        ledger = self._ledger
+        state = self._state
         if not indices:
             return
         self._asked.update(indices)
-        keys = {i: self._key(ledger.rows[i], wave) for i in indices}
-        ranked: list[int] = []
+        keys = {i: self._key(state.rows[i], wave) for i in indices}
+        races: list[list[int]] = []
         # Programs with one kind of state and batch start from the same values.
         groups: dict[object, list[int]] = {}
         for i in indices:
-            program = ledger.subject_of(ledger.rows[i]).analysis.program
+            program = state.problem_of(state.rows[i]).analysis.program
             groups.setdefault((program.state, program.state_tree, program.batch), []).append(i)
         for group in groups.values():
-            more = self._about([keys[i] for i in group], self._inputs_of(ledger.rows[group[0]]))
+            more = self._about([keys[i] for i in group], self._inputs_of(state.rows[group[0]]))
             more |= {"wave": wave, "rounds": rounds}
             open_ = []
             for i in group:
-                failure = ledger.journal.find(keys[i])
+                failure = state.journal.find(keys[i])
                 if isinstance(failure, Failure) and self._stands(failure, keys[i], more):
-                    ledger.rows[i].profiled = failure
+                    state.rows[i].profiled = failure
                 else:
                     open_.append(i)
             if not open_:
                 continue
             if (raced := self._raced_before(open_, keys, more, share)) is not None:
-                ranked += self._replayed(raced, keys)
+                races.append(self._replayed(raced, keys))
             else:
-                first = first_round + _APART * ledger.rows[group[0]].subject
-                ranked += self._race(bench, open_, rounds, first, share, keys, more)
-        if len(groups) > 1:
-            ranked.sort(key=ledger.time_of)
-        self._rank(ranked)
+                first = first_round + _APART * state.rows[group[0]].problem
+                races.append(self._race(bench, open_, rounds, first, share, keys, more))
+        # Times of different races say little: the fastest of one of them comes first.
+        races.sort(key=lambda race: state.time_of(race[0]) if race else float("inf"))
+        self._rank([i for race in races for i in race])
 
     def _race(
         self,
-        bench: Benches,
+        bench: Runner,
         group: list[int],
         rounds: int,
         first_round: int,
@@ -134,23 +134,23 @@ class Measuring:
         Args:
           more: what the journal says beside each record.
         """
-        ledger = self._ledger
-        if ledger.stops("measuring", 1.0):
+        state = self._state
+        if state.stops("measuring", 1.0):
             return []
         names = {self._name(i): i for i in group}
         by_name = {name: keys[i] for name, i in names.items()}
-        by_name |= {self._reference(i): self._reference_key(ledger.rows[i]) for i in group}
-        rows = {name: ledger.rows[i] for name, i in names.items()}
-        records = RaceRecords(ledger, rows, by_name, more)
+        by_name |= {self._reference(i): self._reference_key(state.rows[i]) for i in group}
+        rows = {name: state.rows[i] for name, i in names.items()}
+        records = RaceRecords(state, rows, by_name, more)
         try:
             return self._raced(bench, names, records, rounds, first_round, share)
         except WorkerError as error:  # that says nothing of the programs
-            ledger.notes.append(f"not measured: {str(error)[:500]}")
+            state.notes.append(f"not measured: {str(error)[:500]}")
             return []
 
     def _raced(
         self,
-        bench: Benches,
+        bench: Runner,
         names: Mapping[str, int],
         records: RaceRecords,
         rounds: int,
@@ -162,15 +162,15 @@ class Measuring:
         Raises:
           WorkerError: no process can be started to measure in.
         """
-        ledger = self._ledger
-        inputs = self._inputs_of(ledger.rows[next(iter(names.values()))])
+        state = self._state
+        inputs = self._inputs_of(state.rows[next(iter(names.values()))])
         failure = bench.set_inputs(inputs.init, inputs.batches)
         if failure is not None:  # that says nothing of the programs
-            ledger.notes.append(
+            state.notes.append(
                 f"not measured: the initial state cannot be made unsharded: {failure.message[:500]}"
             )
             return []
-        here = ledger.target.platform != "cpu"  # what takes a process down takes down this one
+        here = state.target.platform != "cpu"  # what takes a process down takes down this one
         racing = [name for name in names if not (here and records.died_twice(name))]
         finalists = [self._finalist(name, names[name]) for name in racing]
         references: dict[str, Module | Failure] = {
@@ -184,23 +184,23 @@ class Measuring:
             bench,
             finalists,
             references,
-            seed=ledger.seed,
-            memory_bytes=ledger.target.memory_bytes,
+            seed=state.seed,
+            memory_bytes=state.target.memory_bytes,
             settings=RaceSettings(max_rounds=rounds),
-            should_stop=lambda: ledger.stops("measuring", share),
+            should_stop=lambda: state.stops("measuring", share),
             touching=touching,
-            on_progress=lambda done, text: ledger.tell(Stage.PROFILE, done, len(racing), text),
+            on_progress=lambda done, text: state.tell(Stage.PROFILE, done, len(racing), text),
             on_failure=records.failed,
         )
         records.measured(judged, first_round)
-        ledger.notes += judged.notes
+        state.notes += judged.notes
         ranked = [names[n] for n in judged.ranking]
         self._rank(ranked)  # whatever interrupts what follows, this is known
         if judged.why_it_ended == INTERRUPTED:
             raise KeyboardInterrupt
         if judged.cut_short and judged.why_it_ended != "stopped":
-            ledger.notes.append(f"measuring ended early: {judged.why_it_ended[:500]}")
-        ledger.tell(Stage.PROFILE, len(judged.outcomes), len(racing), "measured")
+            state.notes.append(f"measuring ended early: {judged.why_it_ended[:500]}")
+        state.tell(Stage.PROFILE, len(judged.outcomes), len(racing), "measured")
         if records.final:
             by_name = {finalist.name: finalist for finalist in finalists}
             self._trace(bench, [by_name[n] for n in judged.ranking], records, touching, share)
@@ -208,30 +208,30 @@ class Measuring:
 
     def _trace(
         self,
-        bench: Benches,
+        bench: Runner,
         measured: Sequence[Finalist],
         records: RaceRecords,
         touching: Touching,
         share: float,
     ) -> None:
         """Traces the first in any case, the others as long as there is time."""
-        ledger = self._ledger
+        state = self._state
         for number, finalist in enumerate(measured):
-            if number and ledger.stops("tracing", share):
+            if number and state.stops("tracing", share):
                 return
-            ledger.tell(Stage.PROFILE, number, len(measured), f"tracing {finalist.name}")
+            state.tell(Stage.PROFILE, number, len(measured), f"tracing {finalist.name}")
             try:
                 with touching([finalist.name]):
-                    found = profile.traced(bench, finalist, ledger.folder_of("traces"))
+                    found = profile.traced(bench, finalist, state.folder_of("traces"))
             except WorkerError as error:
-                ledger.notes.append(f"not traced: {str(error)[:500]}")
+                state.notes.append(f"not traced: {str(error)[:500]}")
                 return
             if any(found):
                 records.traced(finalist.name, *found)
 
     def _finalist(self, name: str, index: int) -> Finalist:
-        row = self._ledger.rows[index]
-        module, compiled = self._ledger.module_of(row), row.compiled
+        row = self._state.rows[index]
+        module, compiled = self._state.module_of(row), row.compiled
         assert isinstance(module, Module) and isinstance(compiled, Estimate)
         return Finalist(
             name=name,
@@ -245,50 +245,50 @@ class Measuring:
         self, finalists: Sequence[Finalist], indices: Sequence[int]
     ) -> dict[str, Module]:
         """The unsharded step of the knobs of each finalist that is not checked yet."""
-        ledger = self._ledger
+        state = self._state
         found: dict[str, Module] = {}
         for finalist, index in zip(finalists, indices, strict=True):
             if finalist.checked is None and finalist.reference not in found:
-                program = ledger.subject_of(ledger.rows[index]).analysis.program
-                found[finalist.reference] = lower_unsharded(program, ledger.target)
+                program = state.problem_of(state.rows[index]).analysis.program
+                found[finalist.reference] = lower_unsharded(program, state.target)
         return found
 
     def _replayed(self, raced: dict[int, Measurement], keys: dict[int, str]) -> list[int]:
         """Takes over a race that the journal holds; returns its ranking."""
         for i, measured in raced.items():
-            trace = self._ledger.journal.find(trace_key(keys[i]))
+            trace = self._state.journal.find(trace_key(keys[i]))
             if isinstance(trace, Measurement):
                 measured = with_trace(measured, trace)
-            self._ledger.rows[i].profiled = measured
+            self._state.rows[i].profiled = measured
 
         def place(i: int) -> tuple[float, float]:
-            place = self._ledger.journal.note(keys[i]).get("place")
-            return (place if isinstance(place, int) else float("inf"), self._ledger.time_of(i))
+            place = self._state.journal.note(keys[i]).get("place")
+            return (place if isinstance(place, int) else float("inf"), self._state.time_of(i))
 
         return sorted(raced, key=place)
 
     def _name(self, index: int) -> str:
-        return f"{self._ledger.rows[index].baseline or 'candidate'} {index}"
+        return f"{self._state.rows[index].baseline or 'candidate'} {index}"
 
     def _reference(self, index: int) -> str:
         """The name of the unsharded step of a row's knobs."""
-        return f"reference {self._ledger.rows[index].subject}"
+        return f"reference {self._state.rows[index].problem}"
 
     def _reference_key(self, row: Row) -> str:
         """The journal's key of a run of the unsharded step of a row's knobs."""
-        ledger = self._ledger
+        state = self._state
         return key_of(
             rung="reference",
-            program=ledger.subject_of(row).analysis.digest,
-            devices=[str(d) for d in ledger.target.devices],
+            program=state.problem_of(row).analysis.digest,
+            devices=[str(d) for d in state.target.devices],
             host=os.uname().nodename,
             versions=versions(),
         )
 
     def _key(self, row: Row, wave: str) -> str:
-        ledger = self._ledger
-        threads = threads_asked() if ledger.target.platform == "cpu" else 0
-        workload = ledger.subject_of(row).analysis.program.workload
+        state = self._state
+        threads = threads_asked() if state.target.platform == "cpu" else 0
+        workload = state.problem_of(row).analysis.program.workload
         assert row.digest, "what is measured was lowered, here or by an earlier search"
         return key_of(
             rung="profile",
@@ -299,11 +299,11 @@ class Measuring:
             wave=wave,
             host=os.uname().nodename,
             cores=cores(),
-            devices=[str(d) for d in ledger.target.devices],
-            seed=ledger.seed,
+            devices=[str(d) for d in state.target.devices],
+            seed=state.seed,
             init=self._inputs_of(row).start_digest,
             synthetic=workload.sample is None,
-            ahead=runs_ahead(ledger.target.platform),
+            ahead=runs_ahead(state.target.platform),
             threads=threads,
         )
 
@@ -313,7 +313,7 @@ class Measuring:
             "racing": key_of(racing=sorted(keys)),
             "inputs": inputs.digest,
             "numerics": numerics.REVISION,
-            "limit_s": self._ledger.budget.measure_seconds,
+            "limit_s": self._state.budget.measure_seconds,
         }
 
     def _stands(self, failure: Failure, key: str, more: Mapping[str, object]) -> bool:
@@ -323,12 +323,12 @@ class Measuring:
         and where the unsharded step did not run, which may have longer too, they depend on which
         others there are.
         """
-        limit_s = self._ledger.budget.measure_seconds
+        limit_s = self._state.budget.measure_seconds
         if failure.kind is Kind.TIMEOUT:
             return failure.elapsed_s >= limit_s
         if failure.kind is not Kind.NUMERICS:
             return True
-        note = self._ledger.journal.note(key)
+        note = self._state.journal.note(key)
         had_s = note.get("limit_s")
         longer = not isinstance(had_s, (int, float)) or had_s < limit_s
         return not longer and all(note.get(k) == more[k] for k in ("racing", "inputs", "numerics"))
@@ -344,13 +344,13 @@ class Measuring:
 
         One that was cut short is raced again, as long as there is time.
         """
-        journal = self._ledger.journal
+        journal = self._state.journal
         found = {i: one for i in group if isinstance(one := journal.find(keys[i]), Measurement)}
         notes = [journal.note(keys[i]) for i in group]
         same = ("racing", "inputs", "numerics", "rounds")
         if len(found) < len(group) or any(note.get(k) != more[k] for note in notes for k in same):
             return None
-        if any(note.get("cut_short") for note in notes) and not self._ledger.stops(
+        if any(note.get("cut_short") for note in notes) and not self._state.stops(
             "measuring", share
         ):
             return None
@@ -358,15 +358,26 @@ class Measuring:
 
     def _inputs_of(self, row: Row) -> Inputs:
         """What the programs of a row's knobs start from, made once."""
-        if row.subject not in self._inputs:
-            ledger = self._ledger
-            program = ledger.subject_of(row).analysis.program
-            self._inputs[row.subject] = make_inputs(program, ledger.target, ledger.seed, _BATCHES)
-        return self._inputs[row.subject]
+        if row.problem not in self._inputs:
+            state = self._state
+            program = state.problem_of(row).analysis.program
+            self._inputs[row.problem] = make_inputs(program, state.target, state.seed, _BATCHES)
+        return self._inputs[row.problem]
 
     def _rank(self, ranked: Sequence[int]) -> None:
-        ok = [i for i in ranked if isinstance(self._ledger.rows[i].profiled, Measurement)]
-        self.ranking = (*ok, *(i for i in self._ledger.measured() if i not in set(ok)))
+        """Ranks all that is measured: the race's fastest first, the others by their times to it."""
+        rows = self._state.rows
+        measured = {
+            i: found
+            for i in (*ranked, *self.ranking, *self._state.measured())
+            if isinstance(found := rows[i].profiled, Measurement)
+        }
+        fastest = next(iter(measured.values()), None)
+
+        def behind(i: int) -> float:
+            return relative_time(fastest, measured[i]) if fastest else 1.0
+
+        self.ranking = tuple(sorted(measured, key=behind))
 
 
 def footprint(module: Module, peak_bytes: int) -> Footprint:

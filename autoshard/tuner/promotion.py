@@ -26,7 +26,7 @@ class Entry:
 DEFAULT_LOWER_BOUND = 0.5
 """Until rung 2 has spoken, the true peak is taken to be at least this part of rung 1's."""
 
-_HOPELESS = 1.5
+_PRUNE_RATIO = 1.5
 """What a rung takes for so many times as long as the fastest is left there. Of 1253 programs of 23
 cases on four and eight CPU devices (results/fidelity) those that rung 2 took for that had at least
 1.12 times the fastest's measured time, of 103 layouts for H100 (results/rung_agreement) those that
@@ -126,5 +126,5 @@ def learn(pairs: list[tuple[Estimate, float]]) -> Correction:
 
 def worth_trying(times_s: dict[int, float]) -> list[int]:
     """Which of these the next rung may find the fastest, by their step times; fastest first."""
-    limit_s = _HOPELESS * min(times_s.values(), default=0.0)
+    limit_s = _PRUNE_RATIO * min(times_s.values(), default=0.0)
     return sorted((i for i, t in times_s.items() if t <= limit_s), key=lambda i: (times_s[i], i))

@@ -13,7 +13,7 @@ from autoshard.rungs.propagate.partition import Partition
 from autoshard.space.baselines import baselines
 from autoshard.space.space import Space
 from autoshard.target.host import cores, memory_bytes
-from autoshard.tuner.state import Ledger, Row
+from autoshard.tuner.state import Row, SearchState
 from autoshard.tuner.strategy import Beam, Exhaustive, Seen, Strategy
 
 _WORTH_S = 30.0
@@ -30,7 +30,7 @@ _LONGEST_S = 600.0
 
 
 def propagate_all(
-    ledger: Ledger,
+    state: SearchState,
     strategy: Strategy | None,
     share: float,
     after_baselines: Callable[[], None] = lambda: None,
@@ -38,19 +38,19 @@ def propagate_all(
     """Judges candidates until the strategies or the budget end.
 
     Args:
-      strategy: for every subject; default exhaustive where the space is small, else beam.
+      strategy: for every problem; default exhaustive where the space is small, else beam.
       share: part of the budget's seconds that rung 1 may take.
       after_baselines: called when the baselines are judged and nothing else is.
     """
-    _Propagation(ledger, strategy).run(share, after_baselines)
+    _Propagation(state, strategy).run(share, after_baselines)
 
 
 class _Propagation:
-    def __init__(self, ledger: Ledger, strategy: Strategy | None):
-        self._ledger = ledger
-        self._cost = ledger.cost
-        self._propagators = [Propagator(s.analysis) for s in ledger.subjects]
-        self._histories: list[list[Seen]] = [[] for _ in ledger.subjects]
+    def __init__(self, state: SearchState, strategy: Strategy | None):
+        self._state = state
+        self._cost = state.cost
+        self._propagators = [Propagator(s.analysis) for s in state.problems]
+        self._histories: list[list[Seen]] = [[] for _ in state.problems]
         self._known: dict[object, Estimate | Failure] = {}
         self._users = strategy is not None
         self._strategies = self._one_each(strategy)
@@ -58,51 +58,51 @@ class _Propagation:
         self._asked: dict[object, partitioning.Answer] = {}  # by program
 
     def _one_each(self, strategy: Strategy | None) -> list[Strategy]:
-        """A strategy for each subject.
+        """A strategy for each problem.
 
         A user's strategy is copied: it may cache what it derives from one space.
         """
-        spaces = [subject.space for subject in self._ledger.subjects]
+        spaces = [problem.space for problem in self._state.problems]
         if strategy is None:
             return [self._default(space) for space in spaces]
         try:
             return [strategy, *(copy.deepcopy(strategy) for _ in spaces[1:])]
         except Exception as error:  # of the user's own code
-            self._ledger.notes.append(
+            self._state.notes.append(
                 f"all knob settings share the strategy, which cannot be copied: {error}"
             )
             return [strategy] * len(spaces)
 
     def _default(self, space: Space) -> Strategy:
-        if space.size() <= self._ledger.budget.candidates // len(self._ledger.subjects):
+        if space.size() <= self._state.budget.candidates // len(self._state.problems):
             return Exhaustive()
-        return Beam(self._ledger.limit_bytes)
+        return Beam(self._state.limit_bytes)
 
     def run(self, share: float, after_baselines: Callable[[], None]) -> None:
-        ledger, limit = self._ledger, self._ledger.budget.candidates
-        ledger.tell(Stage.PROPAGATE, 0, limit, "judging the baselines")
-        for i, subject in enumerate(ledger.subjects):
-            for baseline in baselines(subject.space):
+        state, limit = self._state, self._state.budget.candidates
+        state.tell(Stage.PROPAGATE, 0, limit, "judging the baselines")
+        for i, problem in enumerate(state.problems):
+            for baseline in baselines(problem.space):
                 self._judge(i, baseline.candidate, baseline.name)
         after_baselines()
         with self._other_processes():
             self._explore(share)
-        ledger.tell(Stage.PROPAGATE, len(ledger.rows), limit, "layouts judged")
+        state.tell(Stage.PROPAGATE, len(state.rows), limit, "layouts judged")
 
     @contextlib.contextmanager
     def _other_processes(self) -> Iterator[None]:
         """Partitions in several processes, where so much lies ahead that they are worth it."""
-        ledger = self._ledger
-        spent_s = [row.propagated.elapsed_s for row in ledger.rows]
-        ahead_s = (ledger.budget.candidates - len(spent_s)) * sum(spent_s) / max(1, len(spent_s))
+        state = self._state
+        spent_s = [row.propagated.elapsed_s for row in state.rows]
+        ahead_s = (state.budget.candidates - len(spent_s)) * sum(spent_s) / max(1, len(spent_s))
         processes = min(cores(), memory_bytes() // _ROOM_BYTES, _MOST_PROCESSES)
         if processes < 2 or ahead_s < _WORTH_S:
             yield
             return
         with partitioning.opened(
-            [subject.analysis for subject in ledger.subjects],
+            [problem.analysis for problem in state.problems],
             processes,
-            ledger.folder_of("workers/partition"),
+            state.folder_of("workers/partition"),
             _LONGEST_S,
         ) as self._partitioners:
             try:
@@ -111,40 +111,42 @@ class _Propagation:
                 self._partitioners = None
 
     def _explore(self, share: float) -> None:
-        ledger, limit = self._ledger, self._ledger.budget.candidates
-        live = list(range(len(ledger.subjects)))
-        while live and len(ledger.rows) < limit:
-            # The subject that is furthest behind goes next, so that knobs share the budget.
+        state, limit = self._state, self._state.budget.candidates
+        live = list(range(len(state.problems)))
+        while live and len(state.rows) < limit:
+            # The problem that is furthest behind goes next, so that knobs share the budget.
             i = min(live, key=lambda k: (len(self._histories[k]), k))
             asked = self._strategies[i].ask(
-                ledger.subjects[i].space, ledger.seed, tuple(self._histories[i])
+                state.problems[i].space, state.seed, tuple(self._histories[i])
             )
             done = {seen.candidate for seen in self._histories[i]}
             asked = tuple(c for c in dict.fromkeys(asked) if c not in done)
             if not asked:
                 live.remove(i)
                 continue
-            self._ask(i, asked[: limit - len(ledger.rows)])
+            self._ask(i, asked[: limit - len(state.rows)])
             for candidate in asked:
-                if len(ledger.rows) >= limit or ledger.stops("judging layouts", share):
+                if len(state.rows) >= limit or state.stops("judging layouts", share):
                     live = []
                     break
                 self._judge(i, candidate, "")
-            ledger.journal.sync()
+            state.journal.sync()
 
     def _ask(self, index: int, candidates: Iterable[Candidate]) -> None:
         """Has the partitioner asked, in other processes, about what is going to be judged."""
         if self._partitioners is None:
             return
-        subject = self._ledger.subjects[index]
+        problem = self._state.problems[index]
         for candidate in candidates:
             layout = candidate.layout
-            if layout.as_written or (self._users and subject.space.contains(candidate) is not None):
+            if layout.as_annotated or (
+                self._users and problem.space.contains(candidate) is not None
+            ):
                 continue
-            if self._recorded(self._ledger.key("propagate", subject, candidate)) is not None:
+            if self._recorded(self._state.key("propagate", problem, candidate)) is not None:
                 continue
             try:
-                specs = self._propagators[index].specs(subject.space, layout)
+                specs = self._propagators[index].specs(problem.space, layout)
             except LayoutError:  # `judge` says so
                 continue
             program = (index, specs.key())
@@ -161,26 +163,26 @@ class _Propagation:
         except WorkerError as error:  # this process can do without
             self._partitioners = None
             self._asked.clear()
-            self._ledger.notes.append(f"rung 1 had to do with one process: {error}")
+            self._state.notes.append(f"rung 1 had to do with one process: {error}")
             return None
 
     def _recorded(self, key: str) -> Estimate | Failure | None:
-        found = self._ledger.journal.find(key)
+        found = self._state.journal.find(key)
         return found if isinstance(found, (Estimate, Failure)) else None
 
     def _judge(self, index: int, candidate: Candidate, baseline: str) -> None:
-        ledger = self._ledger
-        subject = ledger.subjects[index]
+        state = self._state
+        problem = state.problems[index]
         layout = candidate.layout
-        key = ledger.key("propagate", subject, candidate)
+        key = state.key("propagate", problem, candidate)
         # The library's own strategies ask for members of the space only.
-        foreign = subject.space.contains(candidate) if self._users else None
+        foreign = problem.space.contains(candidate) if self._users else None
         if foreign is not None:
             failure = Failure(stage=Stage.PROPAGATE, kind=Kind.INFEASIBLE, message=foreign)
             # Not for the journal: another space may hold it.
             self._add(index, candidate, baseline, object(), failure, None)
             return
-        program = (index, layout if layout.as_written else subject.space.specs(layout).key())
+        program = (index, layout if layout.as_annotated else problem.space.specs(layout).key())
         outcome = self._recorded(key)
         new = outcome is None
         if outcome is None:
@@ -191,13 +193,13 @@ class _Propagation:
         self._add(index, candidate, baseline, program, outcome, key if new else None)
 
     def _outcome(self, index: int, layout: Layout, program: object) -> Estimate | Failure:
-        subject, propagator = self._ledger.subjects[index], self._propagators[index]
-        if layout.as_written:
-            propagator = Propagator(subject.analysis_for(layout))
+        problem, propagator = self._state.problems[index], self._propagators[index]
+        if layout.as_annotated:
+            propagator = Propagator(problem.analysis_for(layout))
         said = self._answer(program)
         if isinstance(said, Failure):
             return said
-        return propagator.judge(subject.space, layout, self._cost, said)
+        return propagator.judge(problem.space, layout, self._cost, said)
 
     def _add(
         self,
@@ -209,19 +211,19 @@ class _Propagation:
         key: str | None,
     ) -> None:
         """Makes a row; with a key it is new to the journal."""
-        ledger = self._ledger
+        state = self._state
         row = Row(
-            subject=index,
+            problem=index,
             candidate=candidate,
             baseline=baseline,
             program=program,
             propagated=outcome,
         )
         if key is not None:
-            ledger.journal.add(key, outcome, ledger.note("propagate", row), sync=False)
-        ledger.rows.append(row)
+            state.journal.add(key, outcome, state.note("propagate", row), sync=False)
+        state.rows.append(row)
         self._histories[index].append(Seen(candidate=candidate, outcome=outcome))
-        if len(ledger.rows) % 10 == 0:
-            ledger.tell(
-                Stage.PROPAGATE, len(ledger.rows), ledger.budget.candidates, "propagating layouts"
+        if len(state.rows) % 10 == 0:
+            state.tell(
+                Stage.PROPAGATE, len(state.rows), state.budget.candidates, "propagating layouts"
             )

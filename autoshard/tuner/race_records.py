@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from autoshard.records.trial import Failure, Kind, Measurement, Outcome, Stage
-from autoshard.rungs.profile.profile import Judged, Profiles
+from autoshard.rungs.profile.profile import PartitionedProgram, Profiles
 from autoshard.tuner.journal import key_of
-from autoshard.tuner.state import Ledger, Row
+from autoshard.tuner.state import Row, SearchState
 
 
 class RaceRecords:
@@ -21,12 +21,12 @@ class RaceRecords:
 
     def __init__(
         self,
-        ledger: Ledger,
+        state: SearchState,
         rows: Mapping[str, Row],
         keys: Mapping[str, str],
         more: Mapping[str, object],
     ):
-        self._ledger = ledger
+        self._state = state
         self._rows = rows
         self._keys = keys
         self._more = more
@@ -40,23 +40,23 @@ class RaceRecords:
         row = self._rows.get(name)
         if row is None:  # an unsharded step
             return {**self._more, "rung": "profile", "baseline": name}
-        return {**self._more, **self._ledger.note("profile", row)}
+        return {**self._more, **self._state.note("profile", row)}
 
     def started(self, names: Sequence[str]) -> None:
         """Programs begin to run that may take the process down."""
         for name in names:
-            self._ledger.journal.started(self._keys[name], self._note(name))
+            self._state.journal.started(self._keys[name], self._note(name))
 
     def touching(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """They run inside."""
-        return self._ledger.journal.attempted({self._keys[n]: self._note(n) for n in names})
+        return self._state.journal.attempted({self._keys[n]: self._note(n) for n in names})
 
     def died_twice(self, name: str) -> Failure | None:
         """The crash, recorded, if the process died in the midst of it twice; else None."""
-        found = self._ledger.journal.find(self._keys[name])
+        found = self._state.journal.find(self._keys[name])
         if name not in self._rows and isinstance(found, Failure):
             return found
-        if self._ledger.journal.attempts(self._keys[name]) < 2:
+        if self._state.journal.attempts(self._keys[name]) < 2:
             return None
         message = "the process died twice while measuring this program"
         failure = Failure(stage=Stage.PROFILE, kind=Kind.CRASH, message=message)
@@ -67,9 +67,9 @@ class RaceRecords:
         """Recorded at once."""
         if name in self._rows:
             self._rows[name].profiled = failure
-        self._ledger.journal.add(self._keys[name], failure, self._note(name))
+        self._state.journal.add(self._keys[name], failure, self._note(name))
 
-    def measured(self, judged: Judged, first_round: int) -> None:
+    def measured(self, judged: PartitionedProgram, first_round: int) -> None:
         """Recorded in one write, with their places in the ranking.
 
         Args:
@@ -86,7 +86,7 @@ class RaceRecords:
             if judged.cut_short:
                 note["cut_short"] = judged.why_it_ended
             records.append((self._keys[name], row.profiled, note))
-        self._ledger.journal.add_all(records)
+        self._state.journal.add_all(records)
 
     def traced(self, name: str, devices: Profiles, trace: str) -> None:
         """Recorded beside the measurement, which stands without it."""
@@ -95,7 +95,7 @@ class RaceRecords:
         assert isinstance(row.profiled, Measurement)
         row.profiled = with_trace(row.profiled, found)
         note = {**self._note(name), "rung": "trace"}
-        self._ledger.journal.add(trace_key(self._keys[name]), found, note)
+        self._state.journal.add(trace_key(self._keys[name]), found, note)
 
 
 def trace_key(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The ledger of one search: its rows, its journal, its clock, and what it tells the callbacks."""
+"""The state of one search: its rows, its journal, its clock, and what it tells the callbacks."""
 
 import contextlib
 import dataclasses
@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from autoshard.compat.xla.versions import versions
 from autoshard.errors import LoweringError
 from autoshard.lowering.lower import lower_step
-from autoshard.lowering.problem import Subject
+from autoshard.lowering.problem import SearchProblem
 from autoshard.records.layout import Candidate
 from autoshard.records.module import Module
 from autoshard.records.trial import Estimate, Failure, Measurement, Stage, Trial
-from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.rungs.worker.failures import failure_of
 from autoshard.rungs.worker.process import WorkerSettings
 from autoshard.space.specs import Specs
@@ -29,14 +29,14 @@ class Row:
     """A trial in the making.
 
     Attributes:
-      subject: index of its subject.
+      problem: index of its problem.
       program: equal for rows that put the same shardings everywhere, in the same words.
       module: the lowered program, once it was needed.
       digest: of the lowered program, once it or the journal says it; rows with one digest came to
         one program, by constraints that the lowering leaves out.
     """
 
-    subject: int
+    problem: int
     candidate: Candidate
     baseline: str
     program: object
@@ -57,7 +57,7 @@ class Row:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Ledger:
+class SearchState:
     """What all parts of a search share. Only the driver's modules write to it.
 
     Attributes:
@@ -72,7 +72,7 @@ class Ledger:
       notes: what else the user should know.
     """
 
-    subjects: Sequence[Subject]
+    problems: Sequence[SearchProblem]
     target: Target
     cost: CostModel
     budget: Budget
@@ -96,8 +96,8 @@ class Ledger:
         """What the model of time knows of the target."""
         return self.cost.constants
 
-    def subject_of(self, row: Row) -> Subject:
-        return self.subjects[row.subject]
+    def problem_of(self, row: Row) -> SearchProblem:
+        return self.problems[row.problem]
 
     def late(self, share: float) -> bool:
         """Whether that share of the budget's seconds is spent.
@@ -197,7 +197,7 @@ class Ledger:
         rows = self.rows
 
         def program(i: int) -> object:
-            return (rows[i].subject, rows[i].digest) if rows[i].digest else i
+            return (rows[i].problem, rows[i].digest) if rows[i].digest else i
 
         chosen: dict[object, int] = {}
         for i in sorted(indices, key=lambda i: (rows[i].profiled is None, i)):
@@ -211,16 +211,18 @@ class Ledger:
 
     def specs_of(self, row: Row) -> Specs:
         """Every sharding of a row's layout."""
-        return self.subject_of(row).space.specs(row.candidate.layout)
+        return self.problem_of(row).space.specs(row.candidate.layout)
 
     def module_of(self, row: Row) -> Module | Failure:
         """The program of a row, lowered once; after a failure, every time."""
         if row.module is None:
-            subject = self.subject_of(row)
+            problem = self.problem_of(row)
             start = time.perf_counter()
             try:
-                analysis = subject.analysis_for(row.candidate.layout)
-                row.module = lower_step(analysis, told(analysis, self.specs_of(row)), self.target)
+                analysis = problem.analysis_for(row.candidate.layout)
+                row.module = lower_step(
+                    analysis, minimal_constraints(analysis, self.specs_of(row)), self.target
+                )
                 row.digest = row.module.digest
             except LoweringError as error:
                 cause = error.__cause__
@@ -240,7 +242,7 @@ class Ledger:
         """A folder for something that is kept, below that of the search; None to keep it not."""
         return None if self.folder is None else str(self.folder / name)
 
-    def key(self, rung: str, subject: Subject, candidate: Candidate, **more: object) -> str:
+    def key(self, rung: str, problem: SearchProblem, candidate: Candidate, **more: object) -> str:
         """The journal's key of rung 1 or 2: everything its estimate depends on.
 
         Args:
@@ -250,10 +252,10 @@ class Ledger:
         return key_of(
             rung=rung,
             code=code_digest(rung),
-            program=subject.analysis_for(candidate.layout).digest,
+            program=problem.analysis_for(candidate.layout).digest,
             candidate=candidate.to_json(),
             constants=self.constants.digest,
-            leaves=subject.space.fixed_leaves,
+            leaves=problem.space.fixed_leaves,
             versions=versions(),
             **more,
         )

@@ -14,7 +14,7 @@ from autoshard.records.rounds import by_round
 from autoshard.records.trial import Stage
 from autoshard.rungs.profile.race import Runner
 from autoshard.tuner.budget import Budget, Callback
-from autoshard.tuner.state import Ledger
+from autoshard.tuner.state import SearchState
 from experiments import pairs
 from experiments.fidelity_parts import opening, timing
 from experiments.fidelity_parts.opening import Opened, Opening, Settings
@@ -143,7 +143,7 @@ def _run_rounds(opened: Opened, settings: Settings, kept: pathlib.Path) -> None:
             programs[name] |= samples_to_json(runner)
         write(kept, figures)
 
-    with opening.opened_bench(ledger, settings) as bench:
+    with opening.opened_runner(ledger, settings) as bench:
         keep(
             timing.in_rounds(
                 bench,
@@ -164,7 +164,7 @@ def _run_rounds(opened: Opened, settings: Settings, kept: pathlib.Path) -> None:
 
 
 def _paired(
-    ledger: Ledger,
+    ledger: SearchState,
     plan: Module,
     rival: Module,
     settings: Settings,
@@ -193,7 +193,7 @@ def _paired(
         return {"failed": "", **found, "decided": False, "why": why, **at}
 
     def in_a_process(number: int, limit_s: float) -> pairs.Comparison:
-        with opening.opened_bench(ledger, settings) as bench:
+        with opening.opened_runner(ledger, settings) as bench:
             said.append(
                 timing.fresh_pair(
                     bench, plan, rival, limit_s=limit_s, seed=ledger.seed + 1 + number

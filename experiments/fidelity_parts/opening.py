@@ -16,12 +16,12 @@ from autoshard.rungs.profile.calibration import REVISION as CALIBRATION_REVISION
 from autoshard.rungs.profile.calibration import calibrate
 from autoshard.rungs.profile.inputs import make_inputs
 from autoshard.rungs.profile.race import Runner
-from autoshard.rungs.profile.runner import Benches
-from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.rungs.profile.runner import Runner
+from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.target.cost import CostModel
 from autoshard.tuner.compiling import Compiling
 from autoshard.tuner.journal import Journal
-from autoshard.tuner.state import Ledger, Row
+from autoshard.tuner.state import Row, SearchState
 from experiments.fidelity_parts import sampling, timing
 from experiments.fidelity_parts.program_json import program_to_json
 from experiments.fidelity_parts.reopening import OtherProgramsError, reopened
@@ -65,7 +65,7 @@ class Opened:
     """
 
     figures: dict[str, Any]
-    ledger: Ledger
+    ledger: SearchState
     rows: Mapping[str, Row]
 
     def module_of(self, name: str) -> Module:
@@ -103,7 +103,7 @@ class Opening:
         )
         _check(record, ledger, self.store.plan(self.task))
         ledger.executables = self.executables
-        with opened_bench(ledger, self.settings) as bench:
+        with opened_runner(ledger, self.settings) as bench:
             sample = sampling.choose(
                 ledger, finalists, self.settings.size, functools.partial(_try_out, ledger, bench)
             )
@@ -194,7 +194,7 @@ class Opening:
         return opened
 
 
-def _check(record: PlanRecord, ledger: Ledger, path: pathlib.Path) -> None:
+def _check(record: PlanRecord, ledger: SearchState, path: pathlib.Path) -> None:
     """Refuses a plan of another model: its layouts would be measured as if they had been searched.
 
     Raises:
@@ -209,14 +209,14 @@ def _check(record: PlanRecord, ledger: Ledger, path: pathlib.Path) -> None:
         )
 
 
-def _module(ledger: Ledger, row: Row) -> Module:
+def _module(ledger: SearchState, row: Row) -> Module:
     module = ledger.module_of(row)
     if isinstance(module, Failure):
         raise timing.MeasuringError(f"a program cannot be lowered: {module.message}")
     return module
 
 
-def _try_out(ledger: Ledger, bench: Benches, rows: Sequence[int]) -> None:
+def _try_out(ledger: SearchState, bench: Runner, rows: Sequence[int]) -> None:
     """Runs each row by itself; what fails keeps its failure."""
     modules = {f"row {i}": _module(ledger, ledger.rows[i]) for i in rows}
     failed = timing.tried(bench, modules, functools.partial(tell, ledger, len(rows)))
@@ -224,12 +224,12 @@ def _try_out(ledger: Ledger, bench: Benches, rows: Sequence[int]) -> None:
         ledger.rows[i].profiled = failed.get(f"row {i}")
 
 
-def tell(ledger: Ledger, total: int, text: str) -> None:
+def tell(ledger: SearchState, total: int, text: str) -> None:
     """Tells the ledger's callbacks what is run on the devices; so many programs are."""
     ledger.tell(Stage.PROFILE, 0, total, text)
 
 
-def _keeps_out(ledger: Ledger, row: Row) -> Failure | None:
+def _keeps_out(ledger: SearchState, row: Row) -> Failure | None:
     """Why a program is not measured: it could not be compiled, does not fit, or failed alone."""
     if not isinstance(row.compiled, Estimate):
         return row.compiled if isinstance(row.compiled, Failure) else None
@@ -239,14 +239,14 @@ def _keeps_out(ledger: Ledger, row: Row) -> Failure | None:
 
 
 @contextlib.contextmanager
-def opened_bench(ledger: Ledger, settings: Settings) -> Iterator[ChildBench]:
+def opened_runner(ledger: SearchState, settings: Settings) -> Iterator[ChildRunner]:
     """A child process with nothing but the inputs in it.
 
     Raises:
       timing.MeasuringError: the initial state cannot be made.
     """
     program = ledger.subjects[0].analysis.program
-    bench = ChildBench(
+    bench = ChildRunner(
         ledger.settings("fidelity"),
         time_limit_s=settings.call_limit_s,
         executables=ledger.executables,

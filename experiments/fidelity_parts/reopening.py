@@ -17,7 +17,7 @@ from autoshard.target.cost import Constants, CostModel
 from autoshard.target.host import machine
 from autoshard.tuner.budget import Budget, Callback
 from autoshard.tuner.journal import Journal
-from autoshard.tuner.state import Ledger
+from autoshard.tuner.state import SearchState
 from experiments.fidelity_parts import sampling
 from experiments.fidelity_parts.store import Case, Store, Task, seen_on
 
@@ -37,7 +37,7 @@ def reopened(
     seed: int,
     budget: Budget,
     callbacks: Sequence[Callback] = (),
-) -> Ledger:
+) -> SearchState:
     """A ledger whose rows are these programs of a sample, in order, judged by rung 1 alone.
 
     Args:

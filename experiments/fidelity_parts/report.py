@@ -34,7 +34,7 @@ Parts = Mapping[str, dict[str, Any] | None]
 
 RANKED = {"top", *DRAWN}
 
-LEAST = {"measured": 48, "drawn": 30, "top": 10}
+MINIMAL = {"measured": 48, "drawn": 30, "top": 10}
 """Programs to be measured of a case, unless its space has fewer: in all, drawn, rung 1's best."""
 
 
@@ -197,7 +197,7 @@ def enough(sample: Mapping[str, Any]) -> bool:
     """Whether as many programs were measured as should be, or all that there are and fit."""
     every = sample["programs"] - sample.get("too_large", 0)
     whole = sample.get("whole_space", False) and sample["measured"] == every
-    return whole or all(sample.get(name, 0) >= least for name, least in LEAST.items())
+    return whole or all(sample.get(name, 0) >= least for name, least in MINIMAL.items())
 
 
 def tables_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:

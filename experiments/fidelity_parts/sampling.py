@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 
 import jax
 
-from autoshard.lowering.problem import make_subject, trace_all
+from autoshard.lowering.problem import make_problem, trace_all
 from autoshard.records.layout import Candidate
 from autoshard.rungs.propagate import Propagator
 from autoshard.target.cost import CostModel
@@ -27,7 +27,7 @@ from autoshard.tuner.compiling import Compiling
 from autoshard.tuner.journal import Journal
 from autoshard.tuner.promoting import baseline_rows
 from autoshard.tuner.propagating import propagate_all
-from autoshard.tuner.state import Ledger, Row
+from autoshard.tuner.state import Row, SearchState
 from experiments.agreement import walk
 from experiments.draws import Draw, Draws, fastest, uniform
 from experiments.fidelity_parts.store import Case, Store, Task
@@ -43,7 +43,7 @@ class Size:
     """How much is sampled: `fitting` drawn by chance, `top` of rung 1, `total` programs in all.
 
     That is of programs that fit and run; no more than `most` are picked, whatever becomes of them.
-    A few more than are asked for (`report.LEAST`): on fake devices one that ran alone may die in
+    A few more than are asked for (`report.MINIMAL`): on fake devices one that ran alone may die in
     the rounds, when nothing can take its place.
     """
 
@@ -96,12 +96,12 @@ def open_ledger(
     seed: int,
     budget: Budget,
     callbacks: Sequence[Callback] = (),
-) -> Ledger:
+) -> SearchState:
     """The ledger of a search on the case, before its first rung, as `autoshard.search` makes it."""
     target = target_of(task)
     (program,), _ = trace_all(case.workload, None, False)
-    return Ledger(
-        subjects=[make_subject(program, target, "free", None)],
+    return SearchState(
+        subjects=[make_problem(program, target, "free", None)],
         target=target,
         cost=cost,
         budget=budget,
@@ -114,7 +114,7 @@ def open_ledger(
 
 
 def choose(
-    ledger: Ledger,
+    ledger: SearchState,
     finalists: Sequence[Candidate],
     size: Size,
     try_out: Callable[[Sequence[int]], None],
@@ -143,7 +143,7 @@ def choose(
     def sample(whole: bool, skipped: int) -> Sample:
         standing = tuple(picks.standing(found))
         return Sample(
-            programs=tuple(picks.chosen), finalists=standing, whole=whole, skipped=skipped
+            programs=tuple(picks.chosen), finalists=standing, gather=whole, skipped=skipped
         )
 
     with compiling.opened():
@@ -183,9 +183,9 @@ def choose(
 class _Picks:
     """The sample in the making: each program once, with all its groups."""
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: SearchState):
         self.chosen: list[Chosen] = []
-        self._ledger = ledger
+        self._state = ledger
         self._by_program: dict[object, Chosen] = {}
         self._tried: set[int] = set()
 
@@ -194,23 +194,23 @@ class _Picks:
 
     def standing(self, rows: Sequence[int]) -> list[int]:
         """The row that stands for the program of each of these."""
-        return [self._by_program[self._ledger.rows[i].program].row for i in rows]
+        return [self._by_program[self._state.rows[i].program].row for i in rows]
 
     def running(self, groups: Set[str] | None = None) -> int:
         """How many programs fit and ran when they were tried, of all or of these groups."""
         rows = [one.row for one in self.chosen if groups is None or groups & set(one.groups)]
-        return sum(self._ledger.rows[i].profiled is None for i in self._ledger.fitting(rows))
+        return sum(self._state.rows[i].profiled is None for i in self._state.fitting(rows))
 
     def untried(self) -> list[int]:
         """Rows that fit, each once."""
-        rows = [i for i in self._ledger.fitting(self.rows()) if i not in self._tried]
+        rows = [i for i in self._state.fitting(self.rows()) if i not in self._tried]
         self._tried |= set(rows)
         return rows
 
     def add(self, group: str, rows: Sequence[int]) -> None:
         """Takes rows in; where a program is there under another row, that row stands for it."""
         for i in rows:
-            program = self._ledger.rows[i].program
+            program = self._state.rows[i].program
             one = self._by_program.get(program)
             if one is None:
                 one = Chosen(row=i, groups=[])
@@ -224,7 +224,7 @@ class _Picks:
 
         The first, or one with the name of a baseline.
         """
-        rows, first = self._ledger.rows, dict[str, Chosen]()
+        rows, first = self._state.rows, dict[str, Chosen]()
         every, self.chosen = self.chosen, []
         for one in every:
             digest = rows[one.row].digest
@@ -250,7 +250,7 @@ class _Picks:
 
     def find(self, candidates: Sequence[Candidate]) -> list[int]:
         """Rows of candidates; what this rung 1 has not judged (a plan from elsewhere) is judged."""
-        ledger = self._ledger
+        ledger = self._state
         known = {row.candidate: i for i, row in reversed(list(enumerate(ledger.rows)))}
         for candidate in candidates:
             if candidate not in known:
@@ -260,12 +260,12 @@ class _Picks:
 
     def whole_space(self, most: int) -> bool:
         """Whether the ledger's rows are the whole space, in no more than so many programs."""
-        (subject,) = self._ledger.subjects
-        every = subject.space.size() <= self._ledger.budget.candidates
-        return every and len({row.program for row in self._ledger.rows}) <= most
+        (subject,) = self._state.subjects
+        every = subject.space.size() <= self._state.budget.candidates
+        return every and len({row.program for row in self._state.rows}) <= most
 
 
-def judged(ledger: Ledger, candidate: Candidate) -> Row:
+def judged(ledger: SearchState, candidate: Candidate) -> Row:
     """A row for a candidate that no rung 1 of this ledger has met: judged now, not yet compiled."""
     (subject,) = ledger.subjects
     layout = candidate.layout
@@ -274,7 +274,7 @@ def judged(ledger: Ledger, candidate: Candidate) -> Row:
         subject=0,
         candidate=candidate,
         baseline="",
-        program=(0, layout if layout.as_written else specs.key()),
+        program=(0, layout if layout.as_annotated else specs.key()),
         propagated=Propagator(subject.analysis_for(layout)).judge(
             subject.space, layout, ledger.cost
         ),

@@ -44,6 +44,7 @@ def run(
             calibration=store.calibration,
             seed=seed,
             callbacks=callbacks,
+            progress=False,  # the callbacks show bars
         )
     except Exception as error:  # whatever keeps a case from having a plan belongs in the table
         figures["failed"] = f"{type(error).__name__}: {error}"[:2000]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.fidelity_parts.goals import GOALS, Goal, shown
-from experiments.fidelity_parts.report import LEAST, enough
+from experiments.fidelity_parts.report import MINIMAL, enough
 from experiments.pages import Cell, Table
 
 
@@ -168,7 +168,7 @@ def _measured(sample: Mapping[str, Any]) -> str:
     few = [
         f"{sample[name]} {words}"
         for name, words in (("drawn", "drawn"), ("top", "of rung 1's best"))
-        if sample[name] < LEAST[name]
+        if sample[name] < MINIMAL[name]
     ]
     return f"{sample['measured']}" + (f" ({', '.join(few)})" if few else "")
 

@@ -18,7 +18,7 @@ from autoshard.rungs.profile.race import (
     Runner,
     race,
 )
-from autoshard.rungs.profile.runner import Benches
+from autoshard.rungs.profile.runner import Runner
 from experiments import pairs
 
 
@@ -27,7 +27,7 @@ class MeasuringError(RuntimeError):
 
 
 def tried(
-    bench: Benches, programs: Mapping[str, Module], tell: Callable[[str], None]
+    bench: Runner, programs: Mapping[str, Module], tell: Callable[[str], None]
 ) -> dict[str, Failure]:
     """Loads each program and runs it by itself, so that one that kills the child costs only itself.
 
@@ -47,7 +47,7 @@ def tried(
 
 
 def in_rounds(
-    bench: Benches,
+    bench: Runner,
     programs: Mapping[str, Module],
     held: Mapping[str, int],
     *,
@@ -138,7 +138,7 @@ def _joined(earlier: Runner | None, later: Runner, first: int) -> Runner:
 
 
 def fresh_pair(
-    bench: Benches, first: Module, second: Module, *, limit_s: float, seed: int
+    bench: Runner, first: Module, second: Module, *, limit_s: float, seed: int
 ) -> pairs.Comparison:
     """Interleaved pairs of two programs; times are the bench's, taken beside the devices.
 

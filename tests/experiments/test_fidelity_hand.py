@@ -145,7 +145,7 @@ def test_a_plan_that_an_older_version_wrote_is_the_same_in_other_words() -> None
     now: dict[str, Any] = Candidate(layout=Layout(mesh=(("x", 8),))).to_json()
     then = json.loads(json.dumps(now))
     then["layout"]["occurrences"] = {}
-    del then["layout"]["giving_way"]
+    del then["layout"]["conflict_losers"]
     another = {**then, "layout": {**then["layout"], "compute": {"batch": ["x"]}}}
     assert then != now and store.is_same_plan(then, now)
     assert not store.is_of_another_plan({"part": "hand", "planned": now}, then)

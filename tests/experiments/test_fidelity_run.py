@@ -184,7 +184,7 @@ def never_compile(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def compile(self: Any, indices: list[int], share: float) -> None:
         for i in indices:
-            row = self._ledger.rows[i]
+            row = self._state.rows[i]
             row.compiled, row.digest = row.propagated, str(i)
             compiled.append(i)
 
@@ -274,7 +274,7 @@ def test_layouts_that_come_to_one_program_are_one(
 
     def compile(self: Any, indices: list[int], share: float) -> None:
         for i in indices:
-            row = self._ledger.rows[i]
+            row = self._state.rows[i]
             row.compiled, row.digest = row.propagated, str(i - (i % 3 == 2))
 
     monkeypatch.setattr(sampling.Compiling, "compile", compile)
@@ -342,7 +342,7 @@ def test_a_space_is_small_that_was_judged_whole_and_has_few_programs(
         budget=autoshard.Budget(candidates=50),
         rows=rows,
     )
-    picks: Any = types.SimpleNamespace(_ledger=ledger)
+    picks: Any = types.SimpleNamespace(_state=ledger)
     assert sampling._Picks.whole_space(picks, most) is whole
 
 
@@ -572,7 +572,7 @@ def test_a_case_goes_through_search_sample_and_report(
             predicting.Compiling,
             "compile",
             lambda self, rows, share: [
-                setattr(self._ledger.rows[i], "compiled", failed) for i in rows
+                setattr(self._state.rows[i], "compiled", failed) for i in rows
             ],
         )
         with pytest.raises(predicting.UnpricedError, match=r"were measured and got no.*it died"):
@@ -626,7 +626,7 @@ def test_predictions_are_made_anew_where_there_is_a_sample(kept: Store) -> None:
 def test_a_process_that_fails_costs_its_own_pairs_alone(
     kept: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "opened_bench", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(opening, "opened_runner", lambda *_: contextlib.nullcontext())
     asked: list[int] = []
 
     def fresh_pair(bench: object, *_: object, limit_s: float, seed: int) -> pairs.Comparison:

@@ -21,9 +21,9 @@ ROOM = 2**40
 @pytest.mark.parametrize(
     ("make", "decision"),
     [
-        (lambda: subject("scanned_mlp"), "giving_way"),
-        (lambda: subject("gradient_accumulation"), "giving_way"),
-        (lambda: subject("rnn"), "giving_way"),
+        (lambda: subject("scanned_mlp"), "conflict_losers"),
+        (lambda: subject("gradient_accumulation"), "conflict_losers"),
+        (lambda: subject("rnn"), "conflict_losers"),
         (lambda: analyse(biased_pair()), "small_replicated"),
     ],
 )

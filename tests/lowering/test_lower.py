@@ -84,7 +84,7 @@ def test_a_manual_region_computes_the_same_in_every_layout() -> None:
 def test_the_step_as_written_and_with_kept_constraints_compute_the_same() -> None:
     of = subject("with_constraints")
     want = run_plain(of)
-    written = Layout(mesh=(("data", 4), ("model", 2)), as_written=True)
+    written = Layout(mesh=(("data", 4), ("model", 2)), as_annotated=True)
     assert worst_error(of, run(of, written), want) < TOLERANCE
     kept = analyse(programs.with_constraints(), keep_constraints=True)
     for name in ("replicated", "data parallel", "FSDP"):

@@ -1,4 +1,4 @@
-"""Captions: they name the digit, vary in wording, and fit."""
+"""Captions: they name the digit, vary in constraints, and fit."""
 
 import numpy as np
 import pytest

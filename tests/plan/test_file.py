@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 import autoshard
 from autoshard import api
 from autoshard.errors import PlanError
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.plan import load as validity
 from autoshard.plan.file import describe_target, read_plan, write_plan
 from autoshard.plan.plan import Evidence, Plan
@@ -561,12 +561,12 @@ def test_a_fixed_axis_that_divides_nothing_at_rest_comes_back(tmp_path):
 
     target = find_target(DEVICES)
     program = trace(model_fn())
-    axes = make_subject(program, target, "free", None).space.axes.axes
+    axes = make_problem(program, target, "free", None).space.axes.axes
     name = next(a.name for a in axes if "state['small'][0]" in a.where)
-    subject = make_subject(program, target, "free", {name: "x"})
+    subject = make_problem(program, target, "free", {name: "x"})
     found = {b.name: b.candidate.layout for b in baselines(subject.space)}
     layout = found["FSDP, small whole"]
-    assert dict(layout.storage)[name] == ("x",)
+    assert dict(layout.state_rules)[name] == ("x",)
     plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
     path = tmp_path / "plan.json"
     plan.save(path)
@@ -601,3 +601,30 @@ def test_loading_for_named_hardware_leaves_no_process_behind(tmp_path):
     assert len(made) == 2 and all(child.process.poll() is not None for child in made)
     with pytest.raises(PlanError, match="not here"):
         plan.compiled  # noqa: B018
+
+
+def test_a_plan_of_0_1_with_large_constants_loads(tmp_path):
+    """Its digest is that of the text, constants and all."""
+    table = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
+
+    def model_fn():
+        def step(state, batch):
+            return {"w": state["w"] + jnp.mean(batch @ table)}, {}
+
+        batch = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+        return autoshard.Workload(step=step, init=lambda: {"w": jnp.ones(8)}, batch=batch)
+
+    target = find_target(DEVICES)
+    subject = make_problem(trace(model_fn()), target, "free", None)
+    layout = baselines(subject.space)[0].candidate.layout
+    plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    data = json.loads(path.read_text())
+    old = subject.analysis.digest_of_text()
+    assert data["program"]["digest"] == subject.analysis.digest != old
+    data["program"]["digest"] = old
+    path.write_text(json.dumps(data))
+    assert autoshard.load_plan(path, model_fn, DEVICES).layout == layout
+    table[3, 5] += 1
+    assert "other computation" in str(refused(path, model_fn))

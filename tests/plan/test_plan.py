@@ -10,14 +10,14 @@ import pytest
 import autoshard
 from autoshard.errors import PlanError, WorkloadError
 from autoshard.lowering.lower import lower_step
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.plan import evaluation
 from autoshard.plan import verify as checked
 from autoshard.plan.plan import Evidence, Plan, _number
 from autoshard.program.program import Leaf, trace
 from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage
-from autoshard.rungs.profile.runner import Bench
-from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.profile.runner import LocalRunner
+from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.space.baselines import baselines
 from autoshard.target.target import find_target
 from tests import programs, workloads
@@ -52,7 +52,7 @@ def fsdp():
 def fsdp_plan():
     """A plan that shards its state, whichever layout is fastest on this machine today."""
     target = find_target(jax.devices())
-    subject = make_subject(trace(workloads.mlp()), target, "free", None)
+    subject = make_problem(trace(workloads.mlp()), target, "free", None)
     chosen = next(b for b in baselines(subject.space) if b.name == "FSDP")
     return Plan(subject.analysis, subject.space, target, chosen.candidate.layout, Evidence())
 
@@ -322,7 +322,7 @@ def kept(monkeypatch):
 def test_evaluation_is_divided_as_the_step_is(kind, monkeypatch):
     """Each device multiplies its part, and no weight is gathered that the step would not gather."""
     target = find_target(jax.devices())
-    subject = make_subject(trace(workloads.mlp()), target, "free", None)
+    subject = make_problem(trace(workloads.mlp()), target, "free", None)
     layout = next(b for b in baselines(subject.space) if b.name == kind).candidate.layout
     plan = Plan(subject.analysis, subject.space, target, layout, Evidence())
     compiled, state = kept(monkeypatch), plan.init()
@@ -360,14 +360,14 @@ def test_evaluation_errors_are_the_users_own(plan):
 def test_the_running_step_is_the_program_that_was_judged(searched):
     """Lowered anew from the trial's candidate, as rungs 2 and 3 do, it has the same digest."""
     plan = searched.plan
-    subject = make_subject(plan.program, plan.target, "free", None)
+    subject = make_problem(plan.program, plan.target, "free", None)
     candidate = plan.trial.candidate
-    specs = told(subject.analysis, subject.space.specs(candidate.layout))
+    specs = minimal_constraints(subject.analysis, subject.space.specs(candidate.layout))
     judged = lower_step(subject.analysis, specs, plan.target)
     assert plan.lower().digest == judged.digest
     assert plan.candidate == candidate
     other = next(t for t in plan.evidence.trials if t.candidate != candidate and t.compiled)
-    specs = told(subject.analysis, subject.space.specs(other.candidate.layout))
+    specs = minimal_constraints(subject.analysis, subject.space.specs(other.candidate.layout))
     other = lower_step(subject.analysis, specs, plan.target)
     assert other.digest != judged.digest
 
@@ -501,7 +501,7 @@ def test_no_device_holds_the_whole_of_the_state_while_it_is_made(fsdp, monkeypat
 
 
 def test_a_step_with_manual_regions_is_checked_against_the_same_with_nothing_divided():
-    of = make_subject(trace(programs.manual_region()), find_target(jax.devices()), "free", None)
+    of = make_problem(trace(programs.manual_region()), find_target(jax.devices()), "free", None)
     layouts = [found.candidate.layout for found in baselines(of.space)]
     divided = next(layout for layout in layouts if any(map(any, of.space.specs(layout).inputs)))
     plan = Plan(of.analysis, of.space, find_target(jax.devices()), divided, Evidence())
@@ -512,7 +512,7 @@ def test_a_step_with_manual_regions_is_checked_against_the_same_with_nothing_div
 def test_a_plan_that_computes_something_else_is_told(fsdp, monkeypatch):
     """Its step is lowered from another workload: one that learns twice as fast."""
     target = find_target(jax.devices())
-    other = make_subject(trace(workloads.mlp(rate=0.2)), target, "free", None)
+    other = make_problem(trace(workloads.mlp(rate=0.2)), target, "free", None)
     wrong = Plan(other.analysis, other.space, target, fsdp.layout, Evidence()).lower()
     monkeypatch.setattr(Plan, "lower", lambda self: wrong)
     with pytest.raises(PlanError, match=r"not compute what it should: .*\n.*state\['params'\]"):
@@ -533,7 +533,7 @@ def test_a_plan_that_computes_something_else_is_told(fsdp, monkeypatch):
 )
 def test_what_keeps_a_check_from_running_is_told(fsdp, monkeypatch, call, message):
     full = Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="no room")
-    monkeypatch.setattr(Bench, call, lambda *_: full)
+    monkeypatch.setattr(LocalRunner, call, lambda *_: full)
     with pytest.raises(PlanError, match=message):
         fsdp.check()
 
@@ -548,7 +548,7 @@ def scaled(init):
 
 def plan_of(workload, name="FSDP", mesh=None):
     target = find_target(jax.devices() if mesh is None else mesh)
-    subject = make_subject(trace(workload), target, "free", None)
+    subject = make_problem(trace(workload), target, "free", None)
     chosen = next(b for b in baselines(subject.space) if b.name == name)
     layout = chosen.candidate.layout
     return Plan(subject.analysis_for(layout), subject.space, target, layout, Evidence())
@@ -656,7 +656,7 @@ def test_evaluation_of_a_step_as_written_keeps_what_every_evaluation_does():
     workload = autoshard.Workload(
         step=step, init=ones, batch={"x": jax.ShapeDtypeStruct((16, 8), "float32")}
     )
-    plan = plan_of(workload, "as written", mesh)
+    plan = plan_of(workload, "as annotated", mesh)
     x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
     twice = plan.jit(lambda state, batch: batch["x"] * 2)
     for batch in ({"x": x}, plan.put({"x": x}), {"x": jax.device_put(x, jax.devices()[1])}):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.compat.jaxpr import jaxprs
 from autoshard.errors import WorkloadError
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program import placement as siting
 from autoshard.program.program import sample_batch, trace, trace_function
 from autoshard.target.target import find_target
@@ -80,13 +80,13 @@ def test_the_users_constraints_are_taken_out_and_kept_aside():
         names = [e.primitive.name for e in jaxprs.equations(closed.jaxpr)]
         return names.count("sharding_constraint")
 
-    assert constraints(program.step) == 0 and constraints(program.written) == 2
-    assert program.written_meshes == ((("data", 4), ("model", 2)),)
+    assert constraints(program.step) == 0 and constraints(program.annotated) == 2
+    assert program.annotated_meshes == ((("data", 4), ("model", 2)),)
     kept = trace(stateless(step)(), keep_constraints=True)
     assert constraints(kept.step) == 2 and kept.keeps_constraints
     assert kept.pinned_mesh == (("data", 4), ("model", 2))
     plain = trace(mlp())
-    assert plain.written is None and plain.written_meshes == () and plain.pinned_mesh is None
+    assert plain.annotated is None and plain.annotated_meshes == () and plain.pinned_mesh is None
     ones = jnp.ones((8, 8))
     (got,) = jaxprs.as_function(program.step)(jnp.ones((8, 16)), ones)
     np.testing.assert_array_equal(got, step({"w": jnp.ones((8, 16))}, ones)[0]["w"])
@@ -101,11 +101,11 @@ def test_a_manual_region_is_found_with_its_source_line_and_pins_its_mesh(mesh):
     program = trace(stateless(step)())
     assert len(program.manual) == 1 and "test_program.py:" in program.manual[0]
     target = find_target(jax.devices())
-    assert make_subject(program, target, "free", None).space.meshes == (
+    assert make_problem(program, target, "free", None).space.meshes == (
         (("data", 4), ("model", 2)),
     )
     with pytest.raises(WorkloadError, match=r"unsupported.*test_program.py.*takes 8 devices"):
-        make_subject(program, find_target(jax.devices()[:4]), "free", None)
+        make_problem(program, find_target(jax.devices()[:4]), "free", None)
 
 
 def test_evaluation_functions_have_no_new_state(program):
@@ -149,7 +149,7 @@ def test_a_workload_is_traced_as_it_is_given(program):
     target = find_target(jax.devices())
 
     def digest(p):
-        return make_subject(p, target, "free", None).analysis.digest
+        return make_problem(p, target, "free", None).analysis.digest
 
     assert digest(program) == digest(trace(mlp()))
     assert digest(program) != digest(trace(mlp(rate=0.2)))
@@ -159,9 +159,9 @@ def test_a_workload_is_traced_as_it_is_given(program):
 def test_where_sites_go_changes_no_digest(program, monkeypatch):
     """Plans of another version of autoshard, which puts constraints elsewhere, stay valid."""
     target = find_target(jax.devices())
-    here = make_subject(program, target, "free", None).analysis
+    here = make_problem(program, target, "free", None).analysis
     monkeypatch.setattr(siting, "_only_transposed", lambda jaxpr: set())
-    there = make_subject(program, target, "free", None).analysis
+    there = make_problem(program, target, "free", None).analysis
     assert [s.operation for s in here.sites.sites] != [s.operation for s in there.sites.sites]
     assert here.digest == there.digest
 

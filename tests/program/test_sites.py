@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from autoshard.compat.jaxpr import jaxprs
 from autoshard.compat.shardy import stablehlo
 from autoshard.lowering import lower as lowering
-from autoshard.lowering.problem import Subject
+from autoshard.lowering.problem import SearchProblem
 from autoshard.program import rewrite
 from autoshard.program.sites import Place, Site, site_of_location
 from autoshard.records.trial import Collective
@@ -23,7 +23,7 @@ from tests.analysed import analyse, baseline, judge, subject, target
 from tests.programs import BATCH, EMBED, LAYERS, MLP, SEQUENCE
 
 
-def constrained(of: Subject) -> jaxprs.ClosedJaxpr:
+def constrained(of: SearchProblem) -> jaxprs.ClosedJaxpr:
     """The step with an open constraint at every site."""
     return rewrite.constrained(of.analysis.sites, lambda s: jaxprs.open_sharding(len(s.shape)))
 
@@ -116,7 +116,9 @@ def test_closing_no_site_leaves_the_step_as_it_was() -> None:
     assert str(closed) == str(subject("scanned_gpt").analysis.program.step)
 
 
-def storage_of(of: Subject, operation: str, shape: tuple[int, ...], place: Place) -> set[bool]:
+def storage_of(
+    of: SearchProblem, operation: str, shape: tuple[int, ...], place: Place
+) -> set[bool]:
     return {
         s.storage
         for s in of.analysis.sites.sites
@@ -161,7 +163,7 @@ def test_fsdp_gathers_no_stacked_parameter_and_reduces_no_stacked_gradient() -> 
     assert sum(c.kind == "reduce_scatter" for c in layers) >= 6
 
 
-def compiled(of: Subject, specs: Specs) -> jax.stages.Compiled:
+def compiled(of: SearchProblem, specs: Specs) -> jax.stages.Compiled:
     step = lowering.jit_step(of.analysis, specs, target())
     return step.lower(*lowering.shapes(of.analysis.program.inputs)).compile()
 

@@ -190,17 +190,17 @@ def test_constraints_are_taken_out_everywhere() -> None:
             e.primitive.name == "sharding_constraint" for e in jaxprs.equations(closed.jaxpr)
         )
 
-    assert program.written is not None
-    assert count(program.written) == 6
+    assert program.annotated is not None
+    assert count(program.annotated) == 6
     assert count(program.step) == count(program.plain) == 0
     made = jaxprs.as_function(program.step)(jnp.ones((4, 4)), jnp.ones((8, 4)))
     assert float(made[-1]) == pytest.approx(8 * 4 * 4 * 2 * np.tanh(np.tanh(1.0)), rel=1e-5)
-    assert program.written_meshes == ((("data", 8),),)
+    assert program.annotated_meshes == ((("data", 8),),)
 
 
 def test_a_shared_function_without_constraints_is_left_as_it_is() -> None:
     program = trace(programs.jit_called_six_times())
-    assert program.written is None and program.step is program.plain
+    assert program.annotated is None and program.step is program.plain
 
 
 def test_meshes_that_contradict_each_other_are_refused() -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program.program import trace
 from autoshard.rungs.compile import hlo
 from autoshard.rungs.propagate import Propagator
@@ -79,7 +79,7 @@ def test_factors_and_solutions_where_the_compiler_is_told_of_them(
         init=lambda: jnp.zeros((4, 64, 64)),
         batch=shaped(4, 64, 64),
     )
-    one = make_subject(trace(workload, (), False), find_target("v5e:2x4"), "free", None)
+    one = make_problem(trace(workload, (), False), find_target("v5e:2x4"), "free", None)
     assert by_rung_1(Propagator(one.analysis)) == pytest.approx(expected, rel=0.2)
 
 

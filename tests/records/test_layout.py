@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import LayoutError
-from autoshard.records.layout import Candidate, Layout, Whole, rules
+from autoshard.records.layout import Candidate, Gather, Layout, rules
 from tests.layouts import AXES, layouts
 
 
@@ -23,7 +23,7 @@ def test_canonical_is_idempotent(layout: Layout) -> None:
 def test_canonical_has_no_axis_of_size_one_and_no_pair_that_could_merge(layout: Layout) -> None:
     found = layout.canonical()
     assert all(size > 1 for _, size in found.mesh)
-    tables = [to for _, to in (*found.compute, *found.storage)]
+    tables = [to for _, to in (*found.activation_rules, *found.state_rules)]
     for (first, _), (second, _) in zip(found.mesh, found.mesh[1:], strict=False):
         together = [f"{first},{second}" in ",".join(to) for to in tables]
         apart = [first not in to and second not in to for to in tables]
@@ -34,11 +34,11 @@ def test_canonical_has_no_axis_of_size_one_and_no_pair_that_could_merge(layout: 
 def test_json_round_trip(layout: Layout) -> None:
     again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
     assert again.canonical() == layout.canonical()
-    assert (again.mesh, again.compute, again.storage, again.wording) == (
+    assert (again.mesh, again.compute, again.storage, again.constraints) == (
         layout.mesh,
-        layout.compute,
-        layout.storage,
-        layout.wording,
+        layout.activation_rules,
+        layout.state_rules,
+        layout.constraints,
     )
 
 
@@ -48,8 +48,8 @@ def test_axes_of_size_one_change_nothing(layout: Layout, at: int) -> None:
     wider = dataclasses.replace(
         layout,
         mesh=mesh,
-        compute=tuple((a, ("one", *to)) for a, to in layout.compute),
-        storage=tuple((a, (*to, "one")) for a, to in layout.storage),
+        activation_rules=tuple((a, ("one", *to)) for a, to in layout.activation_rules),
+        storage=tuple((a, (*to, "one")) for a, to in layout.state_rules),
     )
     assert wider.canonical() == layout.canonical()
 
@@ -60,13 +60,13 @@ def test_an_axis_divided_in_two_that_stay_together_changes_nothing(
 ) -> None:
     def widened(mesh: tuple[tuple[str, int], ...]) -> Layout:
         names = tuple(name for name, _ in mesh)
-        found = dict(layout.compute)
+        found = dict(layout.activation_rules)
         compute = {a: (*found.get(a, ()), *(names if a in users else ())) for a in AXES}
         return dataclasses.replace(
             layout,
             mesh=(*layout.mesh[:at], *mesh, *layout.mesh[at:]),
-            compute=rules(compute),
-            storage=(*layout.storage, ("other", names)),
+            activation_rules=rules(compute),
+            state_rules=(*layout.state_rules, ("other", names)),
         )
 
     whole = widened((("big", 6),))
@@ -78,21 +78,23 @@ def test_an_axis_divided_in_two_that_stay_together_changes_nothing(
 def test_the_order_of_tables_changes_nothing(layout: Layout) -> None:
     shuffled = Layout(
         mesh=layout.mesh,
-        compute=layout.compute[::-1],
-        storage=layout.storage[::-1],
-        giving_way=layout.giving_way[::-1],
-        whole=layout.whole,
+        compute=layout.activation_rules[::-1],
+        storage=layout.state_rules[::-1],
+        conflict_losers=layout.conflict_losers[::-1],
+        gather=layout.gather,
         small_replicated=layout.small_replicated,
-        whole_into_loops=layout.whole_into_loops,
-        wording=layout.wording,
+        gather_loop_inputs=layout.gather_loop_inputs,
+        constraints=layout.constraints,
     )
     assert shuffled.canonical() == layout.canonical()
 
 
 def test_without_a_rule_there_is_nothing_to_replicate() -> None:
-    plain = Layout(mesh=(("x", 2), ("y", 1)), compute=rules({"batch": "y"}))
+    plain = Layout(mesh=(("x", 2), ("y", 1)), activation_rules=rules({"batch": "y"}))
     assert dataclasses.replace(plain, small_replicated=True).canonical() == plain.canonical()
-    ruled = dataclasses.replace(plain, compute=rules({"batch": "x"}), small_replicated=True)
+    ruled = dataclasses.replace(
+        plain, activation_rules=rules({"batch": "x"}), small_replicated=True
+    )
     assert ruled.canonical().small_replicated
 
 
@@ -105,47 +107,52 @@ def test_spreading_over_its_own_mesh_undoes_canonical(layout: Layout) -> None:
 
 
 def test_spreading_names_every_axis_again() -> None:
-    layout = Layout(mesh=(("data", 8),), compute=rules({"batch": "data"}))
+    layout = Layout(mesh=(("data", 8),), activation_rules=rules({"batch": "data"}))
     mesh = (("data", 4), ("one", 1), ("model", 2))
     wide = layout.spread_over(mesh)
     assert wide is not None
-    assert wide.compute == (("batch", ("data", "model")),)
+    assert wide.activation_rules == (("batch", ("data", "model")),)
     assert layout.spread_over((("data", 4),)) is None
     assert layout.spread_over((("other", 8),)) is None
 
 
 def test_merging_keeps_the_device_order() -> None:
-    swapped = Layout(mesh=(("x", 4), ("y", 2)), compute=rules({"batch": ("y", "x")}))
+    swapped = Layout(mesh=(("x", 4), ("y", 2)), activation_rules=rules({"batch": ("y", "x")}))
     assert swapped.canonical() == swapped
-    together = Layout(mesh=(("x", 4), ("y", 2)), compute=rules({"batch": ("x", "y")}))
+    together = Layout(mesh=(("x", 4), ("y", 2)), activation_rules=rules({"batch": ("x", "y")}))
     assert together.canonical().mesh == (("x", 8),)
 
 
 def test_the_name_that_small_arrays_whole_had_before_is_read() -> None:
     old = {"mesh": [["x", 2]], "compute": {"batch": ["x"]}, "storage": {"embed": ["x"]}}
-    old |= {"giving_way": [], "as_written": False}
-    assert Layout.from_json(old).whole is Whole.NOTHING
+    old |= {"conflict_losers": [], "as_annotated": False}
+    assert Layout.from_json(old).whole is Gather.PER_USE
     small = Layout.from_json({**old, "small_whole": True})
-    assert small.whole is Whole.SMALL
+    assert small.whole is Gather.SMALL_REPLICATED
     assert small.to_json() == {**old, "whole": "small"}
     with pytest.raises(LayoutError, match="half"):
         Layout.from_json({**old, "whole": "half"})
 
 
 def test_what_a_later_version_says_of_a_layout_is_no_layout_here() -> None:
-    later = {**Layout(mesh=(("x", 2),), compute=rules({"a": "x"})).to_json(), "later": True}
+    later = {
+        **Layout(mesh=(("x", 2),), activation_rules=rules({"a": "x"})).to_json(),
+        "later": True,
+    }
     with pytest.raises(LayoutError, match=r"\['later'\].*small_replicated.*autoshard that"):
         Layout.from_json(later)
 
 
 def test_the_name_that_axes_giving_way_had_before_is_read() -> None:
-    layout = Layout(mesh=(("x", 2),), compute=rules({"a": "x"}), giving_way=("a", "b"))
+    layout = Layout(
+        mesh=(("x", 2),), activation_rules=rules({"a": "x"}), conflict_losers=("a", "b")
+    )
     new = layout.to_json()
-    old = {key: value for key, value in new.items() if key != "giving_way"}
-    assert new == {**old, "giving_way": ["a", "b"]}
+    old = {key: value for key, value in new.items() if key != "conflict_losers"}
+    assert new == {**old, "conflict_losers": ["a", "b"]}
     assert Layout.from_json({**old, "occurrences": {"b": 1, "a": 1, "c": 0}}) == layout
     with pytest.raises(LayoutError, match="list"):
-        Layout.from_json({**old, "giving_way": "ab"})
+        Layout.from_json({**old, "conflict_losers": "ab"})
 
 
 @pytest.mark.parametrize(
@@ -155,14 +162,26 @@ def test_the_name_that_axes_giving_way_had_before_is_read() -> None:
         [],
         {},
         {"mesh": [["x", 2]]},
-        {"mesh": [["x", "two"]], "compute": {}, "storage": {}, "giving_way": [], "as_written": 0},
-        {"mesh": [["x", 2]], "compute": 3, "storage": {}, "giving_way": [], "as_written": False},
+        {
+            "mesh": [["x", "two"]],
+            "compute": {},
+            "storage": {},
+            "conflict_losers": [],
+            "as_annotated": 0,
+        },
+        {
+            "mesh": [["x", 2]],
+            "compute": 3,
+            "storage": {},
+            "conflict_losers": [],
+            "as_annotated": False,
+        },
         {
             "mesh": [["x", 2]],
             "compute": {"batch": ["y"]},
             "storage": {},
-            "giving_way": [],
-            "as_written": False,
+            "conflict_losers": [],
+            "as_annotated": False,
         },
     ],
 )
@@ -175,9 +194,9 @@ def test_json_that_is_no_layout_is_refused(data: object) -> None:
 
 def test_a_rule_on_an_unknown_or_repeated_mesh_axis_is_refused() -> None:
     with pytest.raises(LayoutError, match="batch"):
-        Layout(mesh=(("x", 2),), compute=rules({"batch": "y"}))
+        Layout(mesh=(("x", 2),), activation_rules=rules({"batch": "y"}))
     with pytest.raises(LayoutError, match="distinct"):
-        Layout(mesh=(("x", 2),), storage=(("batch", ("x", "x")),))
+        Layout(mesh=(("x", 2),), state_rules=(("batch", ("x", "x")),))
     with pytest.raises(LayoutError, match="distinct"):
         Layout(mesh=(("x", 2), ("x", 2)))
 

@@ -35,7 +35,7 @@ def test_the_ratio_to_the_winner_is_what_the_race_ranks_by():
     winner, other = (
         Measurement(samples_s=one.samples_s, rounds=one.rounds)
         for name in result.ranking
-        for one in result.runners
+        for one in result.contestants
         if one.name == name
     )
     assert result.ranking == ("first", "second")

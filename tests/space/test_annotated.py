@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compat.jaxpr import jaxprs
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program.program import trace
 from autoshard.records.layout import Candidate, Layout
 from autoshard.records.trial import Estimate
@@ -33,11 +33,11 @@ from tests.programs import BATCH, EMBED, MLP, shaped
 
 
 def inputs(workload: Workload) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """What "as written" shards each input by."""
+    """What "as annotated" shards each input by."""
     of = analyse(workload)
-    assert of.space.written is not None
+    assert of.space.annotated is not None
     paths = [x.path for x in of.analysis.program.inputs]
-    return dict(zip(paths, of.space.written.specs.inputs, strict=True))
+    return dict(zip(paths, of.space.annotated.specs.inputs, strict=True))
 
 
 def test_what_the_constraints_imply_for_state_and_batch() -> None:
@@ -54,10 +54,10 @@ def test_the_search_s_own_step_has_none_of_them() -> None:
     def names(closed: jaxprs.ClosedJaxpr) -> list[str]:
         return [e.primitive.name for e in jaxprs.equations(closed.jaxpr)]
 
-    assert program.written is not None
-    assert names(program.written).count("sharding_constraint") >= 5
+    assert program.annotated is not None
+    assert names(program.annotated).count("sharding_constraint") >= 5
     assert "sharding_constraint" not in names(program.step)
-    assert program.written_meshes == ((("data", 4), ("model", 2)),)
+    assert program.annotated_meshes == ((("data", 4), ("model", 2)),)
     assert program.pinned_mesh is None
     kept = trace(programs.with_constraints(), (), True)
     assert "sharding_constraint" in names(kept.step)
@@ -67,7 +67,7 @@ def test_the_search_s_own_step_has_none_of_them() -> None:
 def test_as_written_costs_what_the_same_layout_costs_by_rules() -> None:
     """Constraints of one's own move and hold what they constrain: it is not for nothing."""
     of = analyse(programs.with_constraints())
-    here = judge(of, baseline(of.space, "as written"))
+    here = judge(of, baseline(of.space, "as annotated"))
     twins = [
         judge(of, b.candidate.layout)
         for b in baselines(of.space)
@@ -117,11 +117,11 @@ def test_constraints_on_a_mesh_of_another_size_are_no_baseline() -> None:
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
     )
-    assert analyse(constrained_init(mesh)).space.written is None
+    assert analyse(constrained_init(mesh)).space.annotated is None
 
 
 def test_a_step_without_constraints_has_no_such_baseline() -> None:
-    assert subject("scanned_gpt").space.written is None
+    assert subject("scanned_gpt").space.annotated is None
 
 
 def test_constraints_on_two_meshes_are_no_baseline_and_no_obstacle() -> None:
@@ -135,7 +135,7 @@ def test_constraints_on_two_meshes_are_no_baseline_and_no_obstacle() -> None:
     workload = Workload(
         step=step, init=lambda: {"w": jnp.ones((EMBED, MLP))}, batch=shaped(BATCH, EMBED)
     )
-    assert analyse(workload).space.written is None
+    assert analyse(workload).space.annotated is None
 
 
 def test_loops_and_keys_in_a_step_as_written_are_judged() -> None:
@@ -168,14 +168,16 @@ def test_loops_and_keys_in_a_step_as_written_are_judged() -> None:
             batch=shaped(BATCH, EMBED),
         )
     )
-    assert of.space.written is not None
+    assert of.space.annotated is not None
     specs = dict(
         zip(
-            (x.path for x in of.analysis.program.inputs), of.space.written.specs.inputs, strict=True
+            (x.path for x in of.analysis.program.inputs),
+            of.space.annotated.specs.inputs,
+            strict=True,
         )
     )
     assert specs["state['key']"] == () and len(specs["state['w']"]) == 3
-    layout = baseline(of.space, "as written")
+    layout = baseline(of.space, "as annotated")
     propagator = Propagator(of.analysis_for(layout))
     assert isinstance(propagator.judge(of.space, layout, COST), Estimate)
 
@@ -201,11 +203,11 @@ def test_what_is_fixed_is_looked_for_beside_keys_and_in_square_weights() -> None
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     program = trace(with_key_and_square(mesh))
     here = find_target(mesh)
-    batch = make_subject(program, here, "free", {"batch": "data"})
-    assert "as written" in {b.name for b in baselines(batch.space)}
+    batch = make_problem(program, here, "free", {"batch": "data"})
+    assert "as annotated" in {b.name for b in baselines(batch.space)}
     (square,) = [a.name for a in batch.space.axes.axes if "state['w'][0]" in a.where]
-    whole = make_subject(program, here, "free", {square: "model"})
-    reason = whole.space.contains(Candidate(layout=Layout(mesh=(), as_written=True)))
+    whole = make_problem(program, here, "free", {square: "model"})
+    reason = whole.space.contains(Candidate(layout=Layout(mesh=(), as_annotated=True)))
     assert reason is not None and "is fixed to model, not so state['w'] as written" in reason
 
 
@@ -221,14 +223,14 @@ def test_a_square_weight_that_is_divided_once_is_divided_as_fixed() -> None:
         step=step, init=lambda: {"w": jnp.ones((EMBED, EMBED))}, batch=shaped(BATCH, EMBED)
     )
     program = trace(workload)
-    free = make_subject(program, find_target(mesh), "free", None)
+    free = make_problem(program, find_target(mesh), "free", None)
     (square,) = [a.name for a in free.space.axes.axes if "state['w'][0]" in a.where]
-    held = make_subject(program, find_target(mesh), "free", {square: "model"})
-    assert held.space.written is not None
-    assert held.space.written.specs.inputs[0] == (("model",), ())
+    held = make_problem(program, find_target(mesh), "free", {square: "model"})
+    assert held.space.annotated is not None
+    assert held.space.annotated.specs.inputs[0] == (("model",), ())
     held_too = [axis for dim in held.space.axes.inputs[0] for axis, _ in dim]
     assert held_too == [square, square]
-    assert "as written" in {b.name for b in baselines(held.space)}
+    assert "as annotated" in {b.name for b in baselines(held.space)}
 
 
 @pytest.mark.parametrize("mesh_shape", ["free", "fixed"])
@@ -242,8 +244,8 @@ def test_an_axis_of_one_device_in_the_authors_mesh_is_no_other_mesh(mesh_shape: 
     workload = Workload(
         step=step, init=lambda: {"w": jnp.ones((EMBED, MLP))}, batch=shaped(BATCH, EMBED)
     )
-    of = make_subject(trace(workload), find_target(mesh), mesh_shape, None)
-    layout = baseline(of.space, "as written")
+    of = make_problem(trace(workload), find_target(mesh), mesh_shape, None)
+    layout = baseline(of.space, "as annotated")
     assert isinstance(judge(of, layout), Estimate)
     run(of, layout)
 
@@ -322,8 +324,8 @@ def test_the_author_s_constraints_are_taken_out_wherever_they_are(make, order) -
     devices = np.array(jax.devices()[:8][::order])
     of = analyse(make(NamedSharding(Mesh(devices, ("data",)), P("data"))))
     found = {b.name: b.candidate.layout for b in baselines(of.space)}
-    assert found.keys() >= {"as written", "replicated", "data parallel"}
-    for name in ("as written", "replicated", "data parallel"):
+    assert found.keys() >= {"as annotated", "replicated", "data parallel"}
+    for name in ("as annotated", "replicated", "data parallel"):
         judge(of, found[name])
         assert worst_error(of, run(of, found[name]), run_plain(of)) < 1e-5
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program.program import trace
 from autoshard.records.layout import Layout
 from autoshard.space.baselines import baselines
@@ -37,7 +37,7 @@ def test_a_gpt_has_all_of_them() -> None:
 
 def test_data_parallel_shards_the_batch_and_nothing_else() -> None:
     layout = baseline(subject("scanned_gpt").space, "data parallel")
-    assert layout.compute == (("batch", ("x",)),) and layout.storage == ()
+    assert layout.activation_rules == (("batch", ("x",)),) and layout.state_rules == ()
     clip = baseline(subject("clip").space, "data parallel")
     assert {axis for axis, _ in clip.compute} == {"batch.image", "batch.text"}
 
@@ -48,14 +48,14 @@ def test_fsdp_stores_an_eighth_and_computes_as_data_parallel_does() -> None:
     replicated = judge(of, baseline(of.space, "replicated"))
     fsdp = judge(of, layout)
     assert fsdp.state_bytes == replicated.state_bytes / 8
-    assert layout.compute == baseline(of.space, "data parallel").compute
+    assert layout.activation_rules == baseline(of.space, "data parallel").compute
 
 
 def test_tensor_parallel_cuts_columns_then_rows() -> None:
     of = subject("scanned_gpt")
     sizes = {a.name: a.size for a in of.space.axes.axes}
     cuts = [
-        {sizes[axis] for axis, _ in b.candidate.layout.compute}
+        {sizes[axis] for axis, _ in b.candidate.layout.activation_rules}
         for b in baselines(of.space)
         if b.name == "tensor parallel"
     ]
@@ -66,9 +66,9 @@ def test_tensor_parallel_of_an_equal_width_mlp_takes_every_other_axis() -> None:
     of = subject("equal_width_mlp")
     weights = of.analysis.axes.inputs[: len(of.analysis.program.state)]
     cuts = [
-        {axis for axis, _ in b.candidate.layout.compute}
+        {axis for axis, _ in b.candidate.layout.activation_rules}
         for b in baselines(of.space)
-        if b.name == "tensor parallel" and not b.candidate.layout.giving_way
+        if b.name == "tensor parallel" and not b.candidate.layout.conflict_losers
     ]
     assert cuts
     for cut in cuts:
@@ -100,16 +100,16 @@ def test_experts_are_found_by_what_they_are_multiplied_with() -> None:
     assert sorted(shapes) == [(2, 4), (4, 2), (8,)]
     for (name, mesh), layout in found.items():
         every, last = tuple(axis for axis, _ in mesh), mesh[-1][0]
-        assert dict(layout.compute) == {"batch": every, experts: (last,)}
-        rest = {axis: to for axis, to in layout.storage if axis != experts}
+        assert dict(layout.activation_rules) == {"batch": every, experts: (last,)}
+        rest = {axis: to for axis, to in layout.state_rules if axis != experts}
         assert (set(rest.values()) == {every}) is (name == "FSDP x EP")
 
 
 def test_the_step_as_written_is_a_baseline_where_it_has_constraints() -> None:
     found = baselines(subject("with_constraints").space)
-    assert found[0].name == "as written"
-    assert found[0].candidate.layout == Layout(mesh=(("data", 4), ("model", 2)), as_written=True)
-    assert "as written" not in {b.name for b in baselines(subject("scanned_gpt").space)}
+    assert found[0].name == "as annotated"
+    assert found[0].candidate.layout == Layout(mesh=(("data", 4), ("model", 2)), as_annotated=True)
+    assert "as annotated" not in {b.name for b in baselines(subject("scanned_gpt").space)}
 
 
 def test_what_lies_beside_the_examples_takes_no_baseline_away() -> None:
@@ -142,7 +142,7 @@ def test_what_lies_beside_the_examples_takes_no_baseline_away() -> None:
 
 def test_experts_on_one_device_have_one_layout() -> None:
     program = trace(programs.grouped_experts())
-    one = make_subject(program, find_target(jax.devices()[:1]), "free", None)
+    one = make_problem(program, find_target(jax.devices()[:1]), "free", None)
     assert [b.name for b in baselines(one.space)] == ["replicated"]
 
 
@@ -184,7 +184,7 @@ def test_fsdp_divides_what_can_be_divided() -> None:
 
     program = trace(Workload(step=step, init=init, batch=shaped(64, 64)))
     for count in (2, 8):
-        space = make_subject(program, find_target(jax.devices()[:count]), "free", None).space
+        space = make_problem(program, find_target(jax.devices()[:count]), "free", None).space
         assert {b.name for b in baselines(space)} >= {"FSDP", "ZeRO-1", "tensor parallel"}
         fsdp = space.specs(baseline(space, "FSDP"))
         stored = {x.path: s for x, s in zip(program.state, fsdp.inputs, strict=False)}

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from autoshard.errors import LayoutError, WorkloadError
-from autoshard.lowering.problem import Subject, allowed_meshes, make_subject
+from autoshard.lowering.problem import SearchProblem, allowed_meshes, make_problem
 from autoshard.program.program import Program, trace
-from autoshard.records.layout import Layout, Whole, rules
+from autoshard.records.layout import Gather, Layout, rules
 from autoshard.space.baselines import baselines
 from autoshard.space.meshes import factorizations, mesh_shapes
 from autoshard.space.moves import neighbours
@@ -28,8 +28,8 @@ from tests.programs import EMBED, MLP, normal, shaped, train
 SMALL = ("custom_derivatives", "rnn", "odd_sizes", "indivisible_batch", "manual_region", "clip")
 
 
-def fixed(name: str, fix: dict[str, object]) -> Subject:
-    return make_subject(trace(programs.EVERY[name]()), target(), "free", fix)
+def fixed(name: str, fix: dict[str, object]) -> SearchProblem:
+    return make_problem(trace(programs.EVERY[name]()), target(), "free", fix)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 12, 64])
@@ -78,13 +78,13 @@ def test_enumeration_gives_members_only_each_once(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "giving_way"),
+    ("name", "conflict_losers"),
     [
         ("custom_derivatives", {"a[0]:32", "a[1]:48"}),
         ("rnn", {"in[0]:8", "recurrent[0]:64"}),  # of which one matrix holds the latter twice
     ],
 )
-def test_a_small_space_is_enumerated_whole(name: str, giving_way: set[str]) -> None:
+def test_a_small_space_is_enumerated_whole(name: str, conflict_losers: set[str]) -> None:
     one_mesh = dataclasses.replace(subject(name).space, meshes=((("x", 8),),))
     every = set(one_mesh.enumerate())
     # batch: in or out; embed and mlp: in or out for compute and storage, not both at once where
@@ -96,7 +96,7 @@ def test_a_small_space_is_enumerated_whole(name: str, giving_way: set[str]) -> N
     near = {n for c in drawn for n in neighbours(one_mesh, c) if len(n.layout.mesh) == 1}
     assert near <= every
     for some in (every, drawn, near):
-        assert {a for c in some for a in c.layout.giving_way} == giving_way
+        assert {a for c in some for a in c.layout.conflict_losers} == conflict_losers
 
 
 def test_small_arrays_that_computing_divides_double_the_space() -> None:
@@ -111,7 +111,7 @@ def test_small_arrays_that_computing_divides_double_the_space() -> None:
         assert {c.layout.small_replicated for c in some} == {False, True}
     # Batch; units and features for compute and storage, and whether they give way where they have
     # a rule; levels; replicated or not.
-    levels = len({c.layout.whole for c in every})
+    levels = len({c.layout.gather for c in every})
     assert one_mesh.size() == 2 * 7 * 7 * levels * 2 >= len(every)
 
 
@@ -122,10 +122,10 @@ def test_an_axis_without_a_rule_does_not_give_way() -> None:
     for rule in (None, "y"):  # a mesh axis of one device is no rule either
         layout = Layout(
             mesh=(("x", 8), ("y", 1)),
-            compute=rules({"batch": "x"} | ({axis: rule} if rule else {})),
-            giving_way=(axis,),
+            activation_rules=rules({"batch": "x"} | ({axis: rule} if rule else {})),
+            conflict_losers=(axis,),
         )
-        assert space.canonical(layout).giving_way == ()
+        assert space.canonical(layout).conflict_losers == ()
 
 
 def test_an_axis_may_give_way_to_one_that_claims_the_same_mesh_axes() -> None:
@@ -163,14 +163,16 @@ def test_reasons() -> None:
     space = subject("scanned_gpt").space
     mesh = (("x", 8),)
     loop = next(a.name for a in space.axes.axes if a.is_loop)
-    assert "4 devices" in refusal(space, Layout(mesh=(("x", 4),), compute=rules({"batch": "x"})))
-    assert "no logical axis 'nope'" in refusal(
-        space, Layout(mesh=mesh, compute=rules({"nope": "x"}))
+    assert "4 devices" in refusal(
+        space, Layout(mesh=(("x", 4),), activation_rules=rules({"batch": "x"}))
     )
-    assert "loop axis" in refusal(space, Layout(mesh=mesh, storage=rules({loop: "x"})))
+    assert "no logical axis 'nope'" in refusal(
+        space, Layout(mesh=mesh, activation_rules=rules({"nope": "x"}))
+    )
+    assert "loop axis" in refusal(space, Layout(mesh=mesh, state_rules=rules({loop: "x"})))
     head_dim = next(a.name for a in space.axes.axes if a.size == 4)
-    assert "shards nothing" in refusal(space, Layout(mesh=mesh, storage=rules({head_dim: "x"})))
-    assert "no constraints" in refusal(space, Layout(mesh=mesh, as_written=True))
+    assert "shards nothing" in refusal(space, Layout(mesh=mesh, state_rules=rules({head_dim: "x"})))
+    assert "no constraints" in refusal(space, Layout(mesh=mesh, as_annotated=True))
     wrong_knobs = dataclasses.replace(
         space.candidate(Layout(mesh=mesh)), knobs=(("remat", "full"),)
     )
@@ -179,7 +181,7 @@ def test_reasons() -> None:
 
 def test_a_batch_that_no_mesh_axis_divides() -> None:
     space = subject("indivisible_batch").space
-    spread = Layout(mesh=(("x", 8),), compute=rules({"batch": "x"}))
+    spread = Layout(mesh=(("x", 8),), activation_rules=rules({"batch": "x"}))
     reason = refusal(space, spread)
     assert "batch" in reason and "x" in reason
     names = [b.name for b in baselines(space)]
@@ -187,7 +189,7 @@ def test_a_batch_that_no_mesh_axis_divides() -> None:
     rng = random.Random(0)
     for _ in range(10):
         drawn = space.sample(rng)
-        assert drawn is not None and "batch" not in dict(drawn.layout.compute)
+        assert drawn is not None and "batch" not in dict(drawn.layout.activation_rules)
 
 
 def test_a_batch_that_the_second_mesh_axis_does_not_divide() -> None:
@@ -196,7 +198,7 @@ def test_a_batch_that_the_second_mesh_axis_does_not_divide() -> None:
 
     space = analyse(train(loss, lambda: normal(0, EMBED, MLP), shaped(6, EMBED))).space
     mesh = (("x", 2), ("y", 4))
-    both = Layout(mesh=mesh, compute=rules({"batch": ("x", "y")}), storage=())
+    both = Layout(mesh=mesh, activation_rules=rules({"batch": ("x", "y")}), state_rules=())
     assert refusal(space, dataclasses.replace(both, storage=_apart(space))) == (
         "batch[6, 32] cannot be divided by y=4"
     )
@@ -243,7 +245,7 @@ def test_fix_pins_an_axis_everywhere() -> None:
     every = [b.candidate for b in baselines(space)]
     assert every and near
     for candidate in (*drawn, *near, *every):
-        assert dict(candidate.layout.compute)["batch"] == ("x",)
+        assert dict(candidate.layout.activation_rules)["batch"] == ("x",)
         assert space.contains(candidate) is None
     free = subject("custom_derivatives").space.candidate(Layout(mesh=(("x", 8),)))
     assert "fixed" in (space.contains(free) or "")
@@ -278,12 +280,12 @@ def test_a_fixed_leaf_that_the_mesh_cannot_hold_is_refused() -> None:
 def test_a_step_with_a_manual_region_keeps_its_mesh() -> None:
     space = subject("manual_region").space
     assert space.meshes == ((("data", 8),),)
-    other = Layout(mesh=(("x", 8),), compute=rules({"batch": "x"}))
+    other = Layout(mesh=(("x", 8),), activation_rules=rules({"batch": "x"}))
     reason = refusal(space, other)
     assert "data" in reason and "tests/programs.py:" in reason
     four = find_target(jax.devices()[:4])
     with pytest.raises(WorkloadError, match=r"unsupported.*programs\.py"):
-        make_subject(trace(programs.manual_region()), four, "free", None)
+        make_problem(trace(programs.manual_region()), four, "free", None)
 
 
 def test_kept_constraints_keep_their_mesh() -> None:
@@ -291,11 +293,11 @@ def test_kept_constraints_keep_their_mesh() -> None:
     assert space.meshes == ((("data", 4), ("model", 2)),)
     drawn = space.sample(random.Random(0))
     assert drawn is not None and drawn.layout.mesh == space.meshes[0]
-    assert space.written is None
+    assert space.annotated is None
 
 
 def test_one_device_has_one_layout() -> None:
-    alone = make_subject(
+    alone = make_problem(
         trace(programs.custom_derivatives()), find_target(jax.devices()[:1]), "free", None
     )
     assert [c.layout.mesh for c in alone.space.enumerate()] == [()]
@@ -311,7 +313,7 @@ def test_mesh_axes_stay_apart_where_a_dimension_takes_only_the_first() -> None:
     axes = dataclasses.replace(
         space.axes, axes=tuple(other if a is axis else a for a in space.axes.axes)
     )
-    layout = Layout(mesh=(("x", 2), ("y", 4)), compute=rules({axis.name: ("x", "y")}))
+    layout = Layout(mesh=(("x", 2), ("y", 4)), activation_rules=rules({axis.name: ("x", "y")}))
     assert space.canonical(layout).mesh == (("x", 8),)
     assert dataclasses.replace(space, axes=axes).canonical(layout) == layout
 
@@ -335,9 +337,9 @@ def layers_between_narrow_ends() -> Program:
 
 def fixed_along(program: Program, where: str) -> tuple[str, Space]:
     """The axis that lies there, and the space in which it is fixed to the mesh axis x."""
-    axes = make_subject(program, target(), "free", None).space.axes.axes
+    axes = make_problem(program, target(), "free", None).space.axes.axes
     name = next(a.name for a in axes if where in a.where)
-    return name, make_subject(program, target(), "free", {name: "x"}).space
+    return name, make_problem(program, target(), "free", {name: "x"}).space
 
 
 def test_what_the_user_fixed_divides_small_arrays_too() -> None:
@@ -356,14 +358,14 @@ def test_what_the_user_fixed_stays_on_every_level_of_what_is_whole() -> None:
     """The axis lies in small arrays alone, of which higher levels take compute rules."""
     name, space = fixed_along(layers_between_narrow_ends(), "state['out'][0]")
     found = [b.candidate for b in baselines(space)]
-    levels = {c.layout.whole for c in found}
-    assert levels == set(Whole)
-    for start in [c for c in found if c.layout.storage][:6]:
+    levels = {c.layout.gather for c in found}
+    assert levels == set(Gather)
+    for start in [c for c in found if c.layout.state_rules][:6]:
         found += neighbours(space, start)
     for candidate in found:
-        tables = candidate.layout.compute, candidate.layout.storage
+        tables = candidate.layout.activation_rules, candidate.layout.state_rules
         assert all(dict(table)[name] == ("x",) for table in tables), candidate
-    lost = dataclasses.replace(found[-1].layout, storage=(), whole=Whole.NOTHING)
+    lost = dataclasses.replace(found[-1].layout, state_rules=(), gather=Gather.PER_USE)
     assert "is fixed to x" in str(space.contains(space.candidate(lost)))
 
 
@@ -371,7 +373,7 @@ def test_rules_that_shard_nothing_are_left_out() -> None:
     space = subject("momentum_layers").space
     fsdp = next(b.candidate.layout for b in baselines(space) if b.name == "FSDP")
     batch = next(a.name for a in space.axes.axes if a.is_batch)
-    idle = dataclasses.replace(fsdp, storage=rules({**dict(fsdp.storage), batch: "x"}))
+    idle = dataclasses.replace(fsdp, state_rules=rules({**dict(fsdp.state_rules), batch: "x"}))
     assert space.contains(space.candidate(idle)) is not None
     assert space.effective(idle) == space.canonical(fsdp)
 
@@ -381,15 +383,17 @@ def test_an_axis_that_no_array_of_the_state_holds_is_fixed_for_computing_alone()
         return jnp.mean(jnp.sin(x @ w @ normal(1, 32, 24)))
 
     program = trace(train(loss, lambda: normal(0, 16, 32), shaped(64, 16), lambda key: key))
-    free = make_subject(program, target(), "free", None).space
+    free = make_problem(program, target(), "free", None).space
     (inside,) = [a.name for a in free.axes.axes if a.size == 24]
-    space = make_subject(program, target(), "free", {inside: "x"}).space
+    space = make_problem(program, target(), "free", {inside: "x"}).space
     layouts = [b.candidate.layout for b in baselines(space)]
     layouts.append(space.layout((("x", 4), ("y", 2)), {"batch": ("y",)}, {}))
     assert len(layouts) > 1
     for layout in layouts:
         assert space.contains(space.candidate(layout)) is None
-        assert dict(layout.compute)[inside] == ("x",) and inside not in dict(layout.storage)
+        assert dict(layout.activation_rules)[inside] == ("x",) and inside not in dict(
+            layout.state_rules
+        )
 
 
 def test_a_given_mesh_is_tried_whatever_its_shape() -> None:
@@ -410,11 +414,11 @@ def test_a_fix_names_no_mesh_axis_of_size_one_that_other_shapes_widen(a: str, b:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(1, 8), (a, b))
     program = trace(programs.EVERY["equal_width_mlp"]())
     named = {"batch": (a, b), "state[0]": PartitionSpec(a)}
-    space = make_subject(program, find_target(mesh), "free", named).space
+    space = make_problem(program, find_target(mesh), "free", named).space
     assert space.pinned == (("batch", (b,)),) and space.fixed_leaves == ((0, ((), ())),)
     assert max(map(len, space.meshes)) == 3
     assert all(a not in dict(shape) for shape in space.meshes)
-    free = make_subject(program, find_target(mesh), "free", {"batch": b}).space
+    free = make_problem(program, find_target(mesh), "free", {"batch": b}).space
     assert any(a in dict(shape) for shape in free.meshes)
 
 
@@ -434,8 +438,8 @@ def test_mesh_axes_of_size_one_that_a_step_names() -> None:
         programs.Workload(step=step, init=lambda: jnp.ones((EMBED, MLP)), batch=shaped(32, EMBED))
     )
     for fix in (None, {"batch": "b"}, {"batch": ("a", "b")}):
-        space = make_subject(program, target(), "free", fix).space
-        assert {b.name for b in baselines(space)} >= {"as written", "FSDP"}
+        space = make_problem(program, target(), "free", fix).space
+        assert {b.name for b in baselines(space)} >= {"as annotated", "FSDP"}
 
 
 def test_a_leaf_that_is_fixed_to_one_mesh_axis_twice_is_refused() -> None:

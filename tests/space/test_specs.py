@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from autoshard.program.sites import Looped, Used
-from autoshard.records.layout import Layout, Whole, rules
+from autoshard.program.sites import LoopPosition, ParamUse
+from autoshard.records.layout import Gather, Layout, rules
 from autoshard.space.baselines import baselines
 from autoshard.space.moves import neighbours
 from autoshard.space.small_parameters import small_elements
@@ -54,7 +54,7 @@ def test_the_canonical_layout_shards_everything_the_same(name: str, data: st.Dat
     assume(
         all(
             n % math.prod(layout.sizes[m] for m in to) == 0
-            for axis, to in (*layout.compute, *layout.storage)
+            for axis, to in (*layout.activation_rules, *layout.state_rules)
             for n in sizes[axis]
         )
     )
@@ -83,7 +83,7 @@ def test_all_spellings_ask_for_as_many_mesh_axes(
     """Rows and times of the batch both want x; who asks for fewer gets it, of equals the times."""
     layout = Layout(
         mesh=tuple(zip("xyzw", sizes, strict=False)),
-        compute=rules({"batch": tuple(rows), "batch[1]:24": tuple(times)}),
+        activation_rules=rules({"batch": tuple(rows), "batch[1]:24": tuple(times)}),
     )
     for spelled in (layout, layout.canonical()):
         spec = spec_of("scanned_gpt", apply("scanned_gpt", spelled), "batch")
@@ -116,8 +116,8 @@ def test_state_takes_storage_rules_and_the_batch_compute_rules() -> None:
     hidden = next(a.name for a in axes.axes if a.size == MLP)
     layout = Layout(
         mesh=(("x", 2), ("y", 4)),
-        compute=rules({"batch": "x", hidden: "y"}),
-        storage=rules({hidden: ("x", "y")}),
+        activation_rules=rules({"batch": "x", hidden: "y"}),
+        state_rules=rules({hidden: ("x", "y")}),
     )
     specs = apply("custom_derivatives", layout)
     assert spec_of("custom_derivatives", specs, "state['a']") == ((), ("x", "y"))
@@ -131,12 +131,14 @@ def test_state_takes_storage_rules_and_the_batch_compute_rules() -> None:
 
 
 def test_dimensions_of_known_axes_without_a_rule_are_closed() -> None:
-    specs = apply("scanned_gpt", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
+    specs = apply("scanned_gpt", Layout(mesh=(("x", 8),), activation_rules=rules({"batch": "x"})))
     analysis = subject("scanned_gpt").analysis
     sites = analysis.sites.sites
     tables = {s.index for s in sites if s.found >= 0}  # larger than what is found
-    entering = {s.index for s in sites if s.used is Used.ENTERING}  # of another level
-    looped = {s.index for s in sites if s.looped is Looped.BEFORE}  # of layouts that gather there
+    entering = {s.index for s in sites if s.used is ParamUse.ENTERING}  # of another level
+    looped = {
+        s.index for s in sites if s.looped is LoopPosition.BEFORE
+    }  # of layouts that gather there
     assert tables and entering and looped
     assert specs.sites.keys() == analysis.axes.sites.keys() - tables - entering - looped
     assert not any(is_open for s in specs.sites.values() for is_open in s.open)
@@ -144,7 +146,7 @@ def test_dimensions_of_known_axes_without_a_rule_are_closed() -> None:
 
 def test_the_longest_prefix_that_divides_is_taken_and_the_rest_is_listed() -> None:
     heads = next(a.name for a in subject("odd_sizes").analysis.axes.axes if a.size == 6)
-    layout = Layout(mesh=(("x", 2), ("y", 4)), storage=rules({heads: ("x", "y")}))
+    layout = Layout(mesh=(("x", 2), ("y", 4)), state_rules=rules({heads: ("x", "y")}))
     specs = apply("odd_sizes", layout)
     assert spec_of("odd_sizes", specs, "state['q']") == ((), ("x",), ())
     assert any("state['q'][1]" in d and "not divisible by y=4" in d for d in specs.dropped)
@@ -152,13 +154,17 @@ def test_the_longest_prefix_that_divides_is_taken_and_the_rest_is_listed() -> No
 
 def test_a_rule_that_shards_nothing_is_idle() -> None:
     words = next(a.name for a in subject("odd_sizes").analysis.axes.axes if a.size == 257)
-    layout = Layout(mesh=(("x", 8),), compute=rules({words: "x"}), storage=rules({words: "x"}))
+    layout = Layout(
+        mesh=(("x", 8),), activation_rules=rules({words: "x"}), state_rules=rules({words: "x"})
+    )
     assert len(apply("odd_sizes", layout).idle) == 2
 
 
 def test_fused_heads_inside_a_larger_part_are_dropped_and_said_so() -> None:
     heads = next(a.name for a in subject("fused_qkv").analysis.axes.axes if a.size == 8)
-    layout = Layout(mesh=(("x", 8),), compute=rules({heads: "x"}), storage=rules({heads: "x"}))
+    layout = Layout(
+        mesh=(("x", 8),), activation_rules=rules({heads: "x"}), state_rules=rules({heads: "x"})
+    )
     specs = apply("fused_qkv", layout)
     assert spec_of("fused_qkv", specs, "state['out']") == (("x",), ())
     assert spec_of("fused_qkv", specs, "state['qkv']") == ((), ())
@@ -166,7 +172,9 @@ def test_fused_heads_inside_a_larger_part_are_dropped_and_said_so() -> None:
 
 
 def test_an_accumulated_batch_is_fed_in_whole_pieces() -> None:
-    specs = apply("gradient_accumulation", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
+    specs = apply(
+        "gradient_accumulation", Layout(mesh=(("x", 8),), activation_rules=rules({"batch": "x"}))
+    )
     assert spec_of("gradient_accumulation", specs, "batch") == (("x",), ())
 
 
@@ -184,28 +192,32 @@ def test_which_occurrence_of_an_axis_held_twice_is_sharded(occurrence: int) -> N
     axis = "recurrent[0]:64"
     layout = Layout(
         mesh=(("x", 8),),
-        storage=rules({axis: "x"}),
-        giving_way=(axis,) if occurrence else (),
+        state_rules=rules({axis: "x"}),
+        conflict_losers=(axis,) if occurrence else (),
     )
     spec = spec_of("rnn", apply("rnn", layout), "state['recurrent']")
     assert spec == ((("x",), ()) if occurrence == 0 else ((), ("x",)))
 
 
-@pytest.mark.parametrize("giving_way", [(), (0,), (0, 1)])
-def test_which_of_two_axes_has_the_mesh_axis_that_both_claim(giving_way: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("conflict_losers", [(), (0,), (0, 1)])
+def test_which_of_two_axes_has_the_mesh_axis_that_both_claim(
+    conflict_losers: tuple[int, ...],
+) -> None:
     embed, mlp = "a[0]:32", "a[1]:48"
     both = rules({embed: "x", mlp: "x"})
     layout = Layout(
         mesh=(("x", 8),),
-        compute=both,
+        activation_rules=both,
         storage=both,
-        giving_way=tuple((embed, mlp)[i] for i in giving_way),
+        conflict_losers=tuple((embed, mlp)[i] for i in conflict_losers),
     )
     specs = apply("custom_derivatives", layout)
     rows, columns = (("x",), ()), ((), ("x",))
-    assert spec_of("custom_derivatives", specs, "state['a']") == (columns if giving_way else rows)
+    assert spec_of("custom_derivatives", specs, "state['a']") == (
+        columns if conflict_losers else rows
+    )
     assert spec_of("custom_derivatives", specs, "state['b']") == (
-        columns if giving_way == (0, 1) else rows
+        columns if conflict_losers == (0, 1) else rows
     )
     # Where parameters are used, too: each is divided in one way alone.
     axes = subject("custom_derivatives").analysis.axes
@@ -215,46 +227,46 @@ def test_which_of_two_axes_has_the_mesh_axis_that_both_claim(giving_way: tuple[i
         if i in axes.sites
     }
     assert {spec for spec, held in of_weights if held == (embed, mlp)} == {
-        columns if giving_way else rows
+        columns if conflict_losers else rows
     }
 
 
 def test_an_axis_does_not_give_way_to_one_that_does_not_divide() -> None:
     layout = Layout(
         mesh=(("x", 32),),
-        storage=rules({"a[0]:32": "x", "a[1]:48": "x"}),
-        giving_way=("a[0]:32",),
+        state_rules=rules({"a[0]:32": "x", "a[1]:48": "x"}),
+        conflict_losers=("a[0]:32",),
     )
     specs = apply("custom_derivatives", layout)
     assert spec_of("custom_derivatives", specs, "state['a']") == (("x",), ())
 
 
-@pytest.mark.parametrize("giving_way", [False, True])
-def test_square_weights_in_a_row_all_divided_alike(giving_way: bool) -> None:
+@pytest.mark.parametrize("conflict_losers", [False, True])
+def test_square_weights_in_a_row_all_divided_alike(conflict_losers: bool) -> None:
     of = subject("equal_width_mlp")
     axes = [a.name for a in of.analysis.axes.axes if not a.is_batch]
     both = rules(dict.fromkeys(axes, "x"))
     layout = Layout(
         mesh=(("x", 8),),
-        compute=both,
+        activation_rules=both,
         storage=both,
-        giving_way=tuple(axes) if giving_way else (),
+        conflict_losers=tuple(axes) if conflict_losers else (),
     )
-    expected = ((), ("x",)) if giving_way else (("x",), ())
+    expected = ((), ("x",)) if conflict_losers else (("x",), ())
     weights = of.space.specs(layout).inputs[: len(of.analysis.program.state)]
     assert weights == (expected,) * 4
     assert worst_error(of, run(of, layout), run_plain(of)) < 1e-4
 
 
 def test_the_key_tells_equal_layouts() -> None:
-    a = apply("rnn", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
-    b = apply("rnn", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
+    a = apply("rnn", Layout(mesh=(("x", 8),), activation_rules=rules({"batch": "x"})))
+    b = apply("rnn", Layout(mesh=(("x", 8),), activation_rules=rules({"batch": "x"})))
     c = apply("rnn", Layout(mesh=(("x", 8),)))
     assert a.key() == b.key() != c.key()
 
 
 def test_metrics_are_replicated() -> None:
-    specs = apply("odds_and_ends", Layout(mesh=(("x", 8),), compute=rules({"batch": "x"})))
+    specs = apply("odds_and_ends", Layout(mesh=(("x", 8),), activation_rules=rules({"batch": "x"})))
     count = len(subject("odds_and_ends").analysis.program.state)
     assert [len(s) for s in specs.outputs[count:]] == [2, 1]
     assert not any(dim for s in specs.outputs[count:] for dim in s)
@@ -297,7 +309,7 @@ def test_what_is_drawn_for_each_example_is_divided_as_the_batch_is() -> None:
 def test_small_arrays_stay_whole_where_the_layout_says_so_and_are_not_gathered() -> None:
     of = analyse(scaled_layers())
     every, small = (baseline(of.space, name) for name in ("FSDP", "FSDP, small whole"))
-    assert small.whole is Whole.SMALL and every.whole is Whole.NOTHING
+    assert small.whole is Gather.SMALL_REPLICATED and every.whole is Gather.PER_USE
     assert small_elements(of.analysis.program, of.analysis.axes) == 64  # of a layer, not of four
     a, b, scale = of.space.specs(small).inputs[:3]
     assert any(a) and any(b) and not any(scale)
@@ -357,10 +369,10 @@ def test_replicating_what_computing_does_not_divide_is_leaving_it_whole() -> Non
     # On top of replicated small arrays the level of small ones says nothing.
     of = analyse(grouped_experts(width=2 * MLP))
     replicated = baseline(of.space, "FSDP x EP, small replicated", 2)
-    more = dataclasses.replace(replicated, whole=Whole.SMALL)
+    more = dataclasses.replace(replicated, gather=Gather.SMALL_REPLICATED)
     assert of.space.canonical(more) == replicated
-    used = of.space.canonical(dataclasses.replace(replicated, whole=Whole.USED))
-    assert used.whole is Whole.USED and used.small_replicated
+    used = of.space.canonical(dataclasses.replace(replicated, gather=Gather.PARAMS_REPLICATED))
+    assert used.whole is Gather.PARAMS_REPLICATED and used.small_replicated
     assert not any(of.space.specs(used).inputs[1])
 
 
@@ -368,7 +380,7 @@ def test_parameters_are_gathered_once_a_step_or_only_after_the_update() -> None:
     of = subject("momentum_layers")
     names = ("data parallel", "FSDP", "FSDP, gathered once", "ZeRO-1")
     data, fsdp, once, zero = (baseline(of.space, name) for name in names)
-    assert (once.whole, zero.whole) == (Whole.ONCE, Whole.USED)
+    assert (once.whole, zero.whole) == (Gather.PER_STEP, Gather.PARAMS_REPLICATED)
     leaves = of.analysis.program.state
     divided = [any(spec) for spec in of.space.specs(zero).inputs[: len(leaves)]]
     assert divided == ["moments" in leaf.path for leaf in leaves]
@@ -442,9 +454,9 @@ def test_parameters_are_gathered_once_where_jit_or_remat_is_around(
 def test_a_step_without_loops_has_nothing_to_gather_once() -> None:
     space = subject("adamw").space
     fsdp = baseline(space, "FSDP")
-    once = space.canonical(dataclasses.replace(fsdp, whole=Whole.ONCE))
-    assert once.whole is not Whole.ONCE
-    assert baseline(space, "ZeRO-1").whole is Whole.USED
+    once = space.canonical(dataclasses.replace(fsdp, gather=Gather.PER_STEP))
+    assert once.whole is not Gather.PER_STEP
+    assert baseline(space, "ZeRO-1").whole is Gather.PARAMS_REPLICATED
 
 
 def stacked_rnn() -> Workload:
@@ -473,10 +485,10 @@ def test_what_a_loop_goes_over_is_gathered_before_it_or_in_each_turn() -> None:
     of = analyse(stacked_rnn())
     by_columns = max(
         (b.candidate.layout for b in baselines(of.space) if b.name == "tensor parallel"),
-        key=lambda layout: len(layout.giving_way),
+        key=lambda layout: len(layout.conflict_losers),
     )
-    before = of.space.canonical(dataclasses.replace(by_columns, whole_into_loops=True))
-    assert before.whole_into_loops and not by_columns.whole_into_loops
+    before = of.space.canonical(dataclasses.replace(by_columns, gather_loop_inputs=True))
+    assert before.gather_loop_inputs and not by_columns.gather_loop_inputs
 
     def gathers(layout: Layout) -> list[tuple[float, int]]:
         found = judge(of, layout).collectives
@@ -497,11 +509,13 @@ def test_what_a_loop_goes_over_is_gathered_before_it_or_in_each_turn() -> None:
 def test_where_no_rule_divides_what_enters_a_loop_nothing_is_said_of_it() -> None:
     for of, name in ((analyse(stacked_rnn()), "data parallel"), (subject("adamw"), "FSDP x TP")):
         layout = baseline(of.space, name)
-        said = of.space.canonical(dataclasses.replace(layout, whole_into_loops=True))
+        said = of.space.canonical(dataclasses.replace(layout, gather_loop_inputs=True))
         assert said == layout
     of = analyse(stacked_rnn())
-    one = Layout(mesh=(("x", 8), ("y", 1)), compute=rules({"batch": "x", "0.own[0]:64": "y"}))
-    said = of.space.canonical(dataclasses.replace(one, whole_into_loops=True))
+    one = Layout(
+        mesh=(("x", 8), ("y", 1)), activation_rules=rules({"batch": "x", "0.own[0]:64": "y"})
+    )
+    said = of.space.canonical(dataclasses.replace(one, gather_loop_inputs=True))
     assert said == of.space.canonical(one)
 
 
@@ -564,11 +578,11 @@ def test_what_the_step_and_a_loop_both_call_is_gathered_before_both() -> None:
 def test_only_what_no_dimension_takes_is_lost() -> None:
     """A mesh axis that another dimension takes, or the batch as a whole, is not lost."""
     axes = {a.size: a.name for a in subject("odd_sizes").analysis.axes.axes}
-    both = Layout(mesh=(("x", 8),), storage=rules({axes[6]: "x", axes[32]: "x"}))
+    both = Layout(mesh=(("x", 8),), state_rules=rules({axes[6]: "x", axes[32]: "x"}))
     specs = apply("odd_sizes", both)
     assert spec_of("odd_sizes", specs, "state['q']") == (("x",), (), ())
     assert not any("state['q']" in d for d in specs.dropped)
-    alone = apply("odd_sizes", Layout(mesh=(("x", 8),), storage=rules({axes[6]: "x"})))
+    alone = apply("odd_sizes", Layout(mesh=(("x", 8),), state_rules=rules({axes[6]: "x"})))
     assert any(f"state['q'][1]: {axes[6]} of 6 is not" in d for d in alone.dropped)
-    batch = Layout(mesh=(("x", 8),), compute=rules({"batch": "x"}))
+    batch = Layout(mesh=(("x", 8),), activation_rules=rules({"batch": "x"}))
     assert not apply("gradient_accumulation", batch).dropped

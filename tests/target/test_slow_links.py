@@ -7,22 +7,22 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program.program import trace
 from autoshard.records.subaxes import places_of_axes
 from autoshard.records.trial import Estimate, Failure, Kind, Stage
 from autoshard.rungs.profile.calibration_files import cost_model
 from autoshard.space.baselines import baselines
-from autoshard.space.moves import drafts, swaps
+from autoshard.space.moves import axis_swaps, moves
 from autoshard.target.catalogue import catalogue
 from autoshard.target.target import Target
 from autoshard.target.topology import parse_topology
 from autoshard.tuner.journal import Journal
 from autoshard.tuner.propagating import propagate_all
-from autoshard.tuner.state import Ledger
+from autoshard.tuner.state import SearchState
 from autoshard.tuner.strategy.base import Seen
 from autoshard.tuner.strategy.beam import Beam
-from autoshard.tuner.strategy.one_axis import singles
+from autoshard.tuner.strategy.one_axis import one_axis_layouts
 
 # So long that all devices pay, though gradients then cross the slow links.
 LAYERS, WIDTH, HIDDEN, LENGTH = 4, 4096, 16384, 16384
@@ -73,8 +73,8 @@ def target_of(name: str) -> Target:
 @pytest.mark.parametrize(("name", "sequences"), [("h100:8x8", 8), ("v5e:2x4*2", 2)])
 def test_a_search_keeps_tensor_parallelism_off_slow_links(name, sequences, tmp_path):
     target = target_of(name)
-    subject = make_subject(trace(attending(sequences), (), False), target, "free", None)
-    ledger = Ledger(
+    subject = make_problem(trace(attending(sequences), (), False), target, "free", None)
+    ledger = SearchState(
         subjects=[subject],
         target=target,
         cost=cost_model(target),
@@ -105,13 +105,13 @@ def test_a_search_keeps_tensor_parallelism_off_slow_links(name, sequences, tmp_p
 
 def test_the_same_rules_over_other_links_are_asked_for_first() -> None:
     target = target_of("h100:8x8")
-    space = make_subject(trace(attending(8), (), False), target, "free", None).space
+    space = make_problem(trace(attending(8), (), False), target, "free", None).space
     start = next(b.candidate for b in baselines(space) if b.name == "FSDP x TP")
-    first = list(swaps(space, start))
-    assert first == list(drafts(space, start))[: len(first)] and first
+    first = list(axis_swaps(space, start))
+    assert first == list(moves(space, start))[: len(first)] and first
     assert all(sorted(c.layout.mesh) != sorted(start.layout.mesh) for c in first)
     failure = Failure(kind=Kind.UNSUPPORTED, stage=Stage.PROPAGATE, message="")
     beam = Beam(target.memory_bytes)
-    history = tuple(Seen(candidate=c, outcome=failure) for c in (start, *singles(space)))
+    history = tuple(Seen(candidate=c, outcome=failure) for c in (start, *one_axis_layouts(space)))
     for seed in range(3):
         assert set(first) <= set(beam.ask(space, seed, history))

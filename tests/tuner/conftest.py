@@ -6,13 +6,13 @@ import pytest
 from autoshard.target.target import find_target
 from autoshard.tuner.budget import Budget
 from autoshard.tuner.journal import Journal
-from autoshard.tuner.state import Ledger
+from autoshard.tuner.state import SearchState
 
 
 @pytest.fixture
 def ledger(tmp_path):
     """A ledger without rows."""
-    return Ledger(
+    return SearchState(
         subjects=[],
         target=find_target(jax.devices()),
         cost=None,

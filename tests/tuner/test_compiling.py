@@ -16,12 +16,12 @@ from autoshard.records.module import Module
 from autoshard.records.trial import Failure, Kind, Rung, Stage
 from autoshard.rungs.compile import job as compile_job
 from autoshard.rungs.compile.job import CompileResult
-from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.rungs.worker.process import WorkerSettings, worker_here
 from autoshard.space import baselines
 from autoshard.tuner import compiling
 from autoshard.tuner.compiling import Compiling
-from autoshard.tuner.measuring import Measuring, opened_bench
+from autoshard.tuner.measuring import Measuring, opened_runner
 from autoshard.tuner.state import Row
 from tests.analysed import COST, subject, target
 from tests.tuner.test_promoting import estimate
@@ -214,8 +214,8 @@ def test_of_rows_that_come_to_one_program_one_is_compiled(ledger, monkeypatch, a
 
 def test_the_bench_looks_where_the_compiler_wrote(ledger, tmp_path):
     ledger.executables = tmp_path
-    with opened_bench(ledger) as bench:
-        assert isinstance(bench, ChildBench)
+    with opened_runner(ledger) as bench:
+        assert isinstance(bench, ChildRunner)
         assert bench._executables == tmp_path
 
 
@@ -373,7 +373,7 @@ def test_after_ctrl_c_nothing_stays_in_the_queue_of_a_users_executor(quick, monk
 
 
 @pytest.mark.parametrize(
-    ("platform", "told"), [("tpu", "libtpu 1"), ("gpu", ""), ("cpu", "")], ids=str
+    ("platform", "minimal_constraints"), [("tpu", "libtpu 1"), ("gpu", ""), ("cpu", "")], ids=str
 )
 def test_the_compiler_of_a_live_tpu_is_in_the_key(ledger, monkeypatch, platform, told):
     """It is a package of its own; jaxlib's version, which every key has, says no more of it."""

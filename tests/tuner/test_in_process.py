@@ -11,7 +11,7 @@ from autoshard import api
 from autoshard.errors import WorkerError
 from autoshard.records.trial import Failure, Kind, Measurement, Stage
 from autoshard.rungs.profile.calibration_files import cost_model
-from autoshard.rungs.profile.runner import Bench
+from autoshard.rungs.profile.runner import LocalRunner
 from autoshard.target.target import find_target
 from autoshard.tuner.journal import Journal, opened
 from tests import workloads
@@ -68,7 +68,7 @@ def test_what_is_interrupted_in_good_order_never_counts_as_a_crash(search, tmp_p
 
 def test_an_interrupted_race_is_planned_by_and_kept(search, tmp_path, monkeypatch):
     journal = tmp_path / "journal.jsonl"
-    real, called = Bench.run, []
+    real, called = LocalRunner.run, []
 
     def run(bench, name, steps):
         called.append(name)
@@ -77,7 +77,7 @@ def test_an_interrupted_race_is_planned_by_and_kept(search, tmp_path, monkeypatc
         return real(bench, name, steps)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Bench, "run", run)
+        patched.setattr(LocalRunner, "run", run)
         plan = search(journal=journal)
     assert plan.evidence.ended == "interrupted"
     assert isinstance(plan.trial.profiled, Measurement)
@@ -94,7 +94,7 @@ def killed(monkeypatch, method, dies):
       dies: of the names of the programs that it was called for, in order.
     """
     called = []
-    real, write = getattr(Bench, method), Journal._write
+    real, write = getattr(LocalRunner, method), Journal._write
 
     def call(bench, name, argument):
         called.append(name)
@@ -107,7 +107,7 @@ def killed(monkeypatch, method, dies):
             write(log, record)
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(Bench, method, call)
+        patched.setattr(LocalRunner, method, call)
         patched.setattr(Journal, "_write", kept)
         yield
 
@@ -162,7 +162,7 @@ def test_without_an_initial_state_the_best_estimate_is_planned_and_that_is_told(
     search, monkeypatch
 ):
     full = Failure(stage=Stage.PROFILE, kind=Kind.OOM, message="RESOURCE_EXHAUSTED: 9 GiB")
-    monkeypatch.setattr(Bench, "set_inputs", lambda *_: full)
+    monkeypatch.setattr(LocalRunner, "set_inputs", lambda *_: full)
     plan = search()
     assert measured(plan) == []
     (note,) = [n for n in plan.evidence.notes if "not measured" in n]
@@ -175,7 +175,7 @@ def test_where_no_process_can_be_started_the_search_plans_by_what_it_has(search,
     def refuse(*args, **kwargs):
         raise WorkerError("no worker process could be started")
 
-    monkeypatch.setattr(Bench, call, refuse)
+    monkeypatch.setattr(LocalRunner, call, refuse)
     plan = search()
     assert bool(measured(plan)) == (call == "trace")
     what = "traced" if call == "trace" else "measured"
@@ -185,9 +185,11 @@ def test_where_no_process_can_be_started_the_search_plans_by_what_it_has(search,
 def test_the_initial_state_is_made_on_the_host(search, monkeypatch):
     """Not on one of the accelerators, which may not hold the whole of it."""
     compiled = []
-    compile_ = Bench._compile
+    compile_ = LocalRunner._compile
     monkeypatch.setattr(
-        Bench, "_compile", lambda self, module: compiled.append(module) or compile_(self, module)
+        LocalRunner,
+        "_compile",
+        lambda self, module: compiled.append(module) or compile_(self, module),
     )
     search(budget=dataclasses.replace(BUDGET, profiles=1, compiles=1))
     assert compiled and all(module.inputs for module in compiled)

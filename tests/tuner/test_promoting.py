@@ -27,7 +27,7 @@ def estimate(time_s=1.0, peak=100, state=10, rung=Rung.PROPAGATE):
 
 
 def row(number, baseline="", **changes):
-    layout = Layout(mesh=(("x", 8),), compute=rules({f"axis {number}": "x"}))
+    layout = Layout(mesh=(("x", 8),), activation_rules=rules({f"axis {number}": "x"}))
     fields = {
         "subject": 0,
         "candidate": Candidate(layout=layout),
@@ -80,7 +80,7 @@ def test_hopeless_baselines_stay_behind_but_for_two_and_what_the_author_wrote(le
     assert promoting.hopeful_baselines(ledger) == [0, 1, 5, 3]
     assert promoting.baseline_rows(ledger) == [0, 1, 5, 2, 4, 3]
     own = ledger.rows[4].candidate
-    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_written=True))
+    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_annotated=True))
     ledger.rows[4].candidate = written
     assert promoting.hopeful_baselines(ledger) == [4, 0, 1, 5, 3]
     ledger.rows = ledger.rows[2:4]
@@ -128,7 +128,7 @@ def test_two_baselines_and_what_the_author_wrote_are_measured_however_slow(ledge
     assert promoting.worth_measuring(ledger, range(8)) == [0, 3, 2, 4]
     assert promoting.worth_measuring(ledger, [5, 3, 4]) == [3, 4], "beside all that is compiled"
     own = ledger.rows[1].candidate
-    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_written=True))
+    written = dataclasses.replace(own, layout=dataclasses.replace(own.layout, as_annotated=True))
     ledger.rows[1].candidate = written
     assert promoting.worth_measuring(ledger, range(8)) == [0, 3, 2, 1, 4]
     assert promoting.worth_measuring(ledger, [7]) == []

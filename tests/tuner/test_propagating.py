@@ -18,7 +18,7 @@ from autoshard.records.trial import Estimate, Kind, Stage
 from autoshard.rungs.propagate import in_workers as partitioning
 from autoshard.tuner import propagating
 from autoshard.tuner.strategy import Beam, RandomSearch, beam
-from autoshard.tuner.strategy.one_axis import singles
+from autoshard.tuner.strategy.one_axis import one_axis_layouts
 from tests.workloads import mlp
 
 BUDGET = autoshard.Budget(candidates=20, compiles=1, profiles=0)
@@ -41,7 +41,7 @@ def trials_of(plan):
 
 
 def test_a_users_strategy_chooses_the_candidates(quick):
-    data = Layout(mesh=(("x", 4), ("y", 2)), compute=(("batch", ("y",)),))
+    data = Layout(mesh=(("x", 4), ("y", 2)), activation_rules=(("batch", ("y",)),))
     strategy = Asking(data, data)
     plan = quick(strategy=strategy, budget=BUDGET)
     (trial,) = trials_of(plan)
@@ -51,9 +51,9 @@ def test_a_users_strategy_chooses_the_candidates(quick):
 
 def test_what_is_no_member_of_the_space_is_one_failed_trial(quick):
     foreign = [
-        Layout(mesh=(("x", 4),), compute=(("batch", ("x",)),)),
-        Layout(mesh=(("x", 8),), compute=(("nonsense", ("x",)),)),
-        Layout(mesh=(("x", 8),), as_written=True),
+        Layout(mesh=(("x", 4),), activation_rules=(("batch", ("x",)),)),
+        Layout(mesh=(("x", 8),), activation_rules=(("nonsense", ("x",)),)),
+        Layout(mesh=(("x", 8),), as_annotated=True),
     ]
     plan = quick(strategy=Asking(*foreign), budget=BUDGET)
     trials = trials_of(plan)
@@ -67,7 +67,7 @@ def test_what_is_no_member_of_the_space_is_one_failed_trial(quick):
 
 
 def test_what_one_space_does_not_hold_another_may(quick, tmp_path):
-    asked = Asking(Layout(mesh=(("x", 4), ("y", 2)), compute=(("batch", ("y",)),)))
+    asked = Asking(Layout(mesh=(("x", 4), ("y", 2)), activation_rules=(("batch", ("y",)),)))
     both = {"journal": tmp_path / "journal", "budget": BUDGET, "strategy": asked}
     flat = Mesh(np.array(jax.devices()[:8]), ("x",))
     (refused,) = trials_of(quick(mesh=flat, mesh_shape="fixed", **both))
@@ -94,9 +94,9 @@ def test_a_users_strategy_keeps_what_it_derives_from_each_space(quick, monkeypat
 
     def counted(space):
         derived.append(space)
-        return singles(space)
+        return one_axis_layouts(space)
 
-    monkeypatch.setattr(beam, "singles", counted)
+    monkeypatch.setattr(beam, "one_axis_layouts", counted)
     quick(
         strategy=Beam(10**9, batch=4),
         knobs={"rate": (0.1, 0.2)},
@@ -191,8 +191,8 @@ def test_other_processes_change_no_answer(quick, monkeypatch, asked):
 
 def test_of_what_a_users_strategy_asks_only_members_are_partitioned(quick, monkeypatch, asked):
     monkeypatch.setattr(propagating, "_WORTH_S", 0.0)
-    foreign = Layout(mesh=(("x", 4),), compute=(("batch", ("x",)),))
-    data = Layout(mesh=(("x", 4), ("y", 2)), compute=(("batch", ("y",)),))
+    foreign = Layout(mesh=(("x", 4),), activation_rules=(("batch", ("x",)),))
+    data = Layout(mesh=(("x", 4), ("y", 2)), activation_rules=(("batch", ("y",)),))
     plan = quick(strategy=Asking(foreign, data), budget=BUDGET)
     refused, judged = trials_of(plan)
     assert refused.propagated.kind is Kind.INFEASIBLE

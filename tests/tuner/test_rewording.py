@@ -6,7 +6,7 @@ import types
 import pytest
 
 import autoshard
-from autoshard.records.layout import Wording
+from autoshard.records.layout import Constraints
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.tuner import loop as search
 from autoshard.tuner import promoting
@@ -18,7 +18,7 @@ SIX = autoshard.Budget(candidates=24, compiles=6, profiles=0)
 
 
 def wording_of(trial):
-    return trial.candidate.layout.wording
+    return trial.candidate.layout.constraints
 
 
 def test_the_best_is_asked_for_in_other_words_within_the_budget(quick, tmp_path):
@@ -27,11 +27,11 @@ def test_the_best_is_asked_for_in_other_words_within_the_budget(quick, tmp_path)
     trials = plan.evidence.trials
     compiled = [t for t in trials if t.was_compiled]
     assert len(compiled) == 6
-    lean = [t for t in compiled if wording_of(t) is Wording.LEAN]
-    again = [t for t in compiled if wording_of(t) is not Wording.LEAN]
-    assert sorted(wording_of(t) for t in again) == [Wording.ALL, Wording.LEAST]
+    lean = [t for t in compiled if wording_of(t) is Constraints.USUAL]
+    again = [t for t in compiled if wording_of(t) is not Constraints.USUAL]
+    assert sorted(wording_of(t) for t in again) == [Constraints.ALL, Constraints.MINIMAL]
     best = min(lean[:4], key=lambda t: t.compiled.time_s)
-    assert {t.candidate.worded(Wording.LEAN) for t in again} == {best.candidate}
+    assert {t.candidate.with_constraints(Constraints.USUAL) for t in again} == {best.candidate}
     assert all(t.propagated == best.propagated for t in again)
     fastest = min(t.compiled.time_s for t in compiled)
     assert plan.trial.compiled.time_s <= fastest * 1.0001
@@ -42,13 +42,13 @@ def test_the_best_is_asked_for_in_other_words_within_the_budget(quick, tmp_path)
 
 def test_fewer_compilations_are_for_layouts(quick):
     plan = quick(budget=dataclasses.replace(SIX, compiles=5))
-    assert {wording_of(t) for t in plan.evidence.trials} == {Wording.LEAN}
+    assert {wording_of(t) for t in plan.evidence.trials} == {Constraints.USUAL}
 
 
 @pytest.mark.slow
 def test_what_is_measured_is_not_reworded(quick):
     plan = quick(budget=dataclasses.replace(SIX, profiles=3, rounds=2))
-    assert {wording_of(t) for t in plan.evidence.trials} == {Wording.LEAN}
+    assert {wording_of(t) for t in plan.evidence.trials} == {Constraints.USUAL}
 
 
 @pytest.mark.slow
@@ -58,13 +58,13 @@ def test_what_other_words_do_not_need_goes_to_further_layouts(quick, monkeypatch
     assert sum(t.was_compiled for t in plan.evidence.trials) == 6
 
 
-@pytest.mark.parametrize("wording", [Wording.ALL, Wording.LEAST])
-def test_a_plan_in_other_words_is_saved_and_loaded(quick, monkeypatch, tmp_path, wording):
+@pytest.mark.parametrize("constraints", [Constraints.ALL, Constraints.MINIMAL])
+def test_a_plan_in_other_words_is_saved_and_loaded(quick, monkeypatch, tmp_path, constraints):
     monkeypatch.setattr(search, "_WORTH", -0.9)  # other words win
-    names = types.SimpleNamespace(ALL=wording, LEAST=wording, LEAN=Wording.LEAN)
-    monkeypatch.setattr(promoting, "Wording", names)
+    names = types.SimpleNamespace(ALL=constraints, MINIMAL=constraints, USUAL=Constraints.USUAL)
+    monkeypatch.setattr(promoting, "Constraints", names)
     plan = quick(budget=SIX)
-    assert plan.layout.wording is wording
+    assert plan.layout.constraints is constraints
     plan.save(str(tmp_path / "plan.json"))
     loaded = autoshard.load_plan(str(tmp_path / "plan.json"), mlp, plan.mesh)
     assert loaded.layout == plan.layout
@@ -94,8 +94,8 @@ class Rows:
         return next(self._late)
 
     def module_of(self, row):
-        self.lowered.append(row.candidate.layout.wording)
-        return self._programs[row.candidate.layout.wording]
+        self.lowered.append(row.candidate.layout.constraints)
+        return self._programs[row.candidate.layout.constraints]
 
 
 FAILED = Failure(stage=Stage.COMPILE, kind=Kind.UNSUPPORTED, message="cannot be lowered")
@@ -104,19 +104,21 @@ FAILED = Failure(stage=Stage.COMPILE, kind=Kind.UNSUPPORTED, message="cannot be 
 @pytest.mark.parametrize(
     ("programs", "expected"),
     [
-        ("a b c", [Wording.ALL, Wording.LEAST]),
-        ("a a c", [Wording.LEAST]),
-        ("a b b", [Wording.ALL]),
+        ("a b c", [Constraints.ALL, Constraints.MINIMAL]),
+        ("a a c", [Constraints.MINIMAL]),
+        ("a b b", [Constraints.ALL]),
         ("a a a", []),
-        (("a", FAILED, "c"), [Wording.LEAST]),
+        (("a", FAILED, "c"), [Constraints.MINIMAL]),
     ],
 )
 def test_programs_that_are_equal_or_cannot_be_lowered_are_passed_over(programs, expected):
     programs = programs.split() if isinstance(programs, str) else programs
-    words = dict(zip((Wording.LEAN, Wording.ALL, Wording.LEAST), programs, strict=True))
+    words = dict(
+        zip((Constraints.USUAL, Constraints.ALL, Constraints.MINIMAL), programs, strict=True)
+    )
     ledger = Rows([row(0, baseline="FSDP")], words)
     found = list(reworded(ledger, lambda row: False))
-    assert [ledger.rows[i].candidate.layout.wording for i in found] == expected
+    assert [ledger.rows[i].candidate.layout.constraints for i in found] == expected
     assert len(ledger.rows) == 1 + len(expected)
 
 
@@ -124,22 +126,22 @@ def test_programs_that_are_equal_or_cannot_be_lowered_are_passed_over(programs, 
     ("times_s", "second"), [((2.0, 1.0, 3.0), 0), ((1.0, 3.0, 1.0), 1), ((1.0, 1.0, 1.0), None)]
 )
 def test_the_next_that_takes_another_time_is_asked_for_with_all_constraints(times_s, second):
-    words = {wording: str(wording) for wording in Wording}
+    words = {constraints: str(constraints) for constraints in Constraints}
     ledger = Rows([row(i, baseline=f"row {i}") for i in range(3)], words, times_s=times_s)
     found = [ledger.rows[i] for i in reworded(ledger, lambda row: False)]
     best = times_s.index(1.0)
-    expected = [(f"row {best}", Wording.ALL), (f"row {best}", Wording.LEAST)]
-    expected += [] if second is None else [(f"row {second}", Wording.ALL)]
-    assert [(r.baseline, r.candidate.layout.wording) for r in found] == expected
+    expected = [(f"row {best}", Constraints.ALL), (f"row {best}", Constraints.MINIMAL)]
+    expected += [] if second is None else [(f"row {second}", Constraints.ALL)]
+    assert [(r.baseline, r.candidate.layout.constraints) for r in found] == expected
 
 
 @pytest.mark.slow
 def test_of_nine_compilations_three_are_for_other_words(quick):
     plan = quick(budget=dataclasses.replace(SIX, compiles=9))
     compiled = [t for t in plan.evidence.trials if t.was_compiled]
-    again = [t for t in compiled if wording_of(t) is not Wording.LEAN]
+    again = [t for t in compiled if wording_of(t) is not Constraints.USUAL]
     assert len(compiled) == 9 and len(again) == 3
-    assert len({t.candidate.worded(Wording.LEAN) for t in again}) == 2
+    assert len({t.candidate.with_constraints(Constraints.USUAL) for t in again}) == 2
 
 
 def test_when_the_time_is_up_nothing_is_lowered():

@@ -12,7 +12,7 @@ from autoshard.records.layout import Candidate, Layout
 from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Rung, Stage
 from autoshard.space.baselines import baselines
 from autoshard.target.cost import CostModel
-from autoshard.tuner import state as ledger_file
+from autoshard.tuner import state as state_file
 from autoshard.tuner.state import Row
 from tests import analysed
 from tests.analysed import CONSTANTS
@@ -99,9 +99,9 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
         case "leaves":
             asked["subject"] = subject(leaves=(("['w']", (("x",),)),))
         case "versions":
-            monkeypatch.setattr(ledger_file, "versions", lambda: {"jax": "0.0"})
+            monkeypatch.setattr(state_file, "versions", lambda: {"jax": "0.0"})
         case "code":
-            monkeypatch.setattr(ledger_file, "code_digest", lambda rung: "other")
+            monkeypatch.setattr(state_file, "code_digest", lambda rung: "other")
         case "more":
             asked["seed"] = 1
     assert ledger.key(**asked) != before
@@ -127,7 +127,7 @@ def test_what_jax_cannot_lower_is_a_failure_and_a_bug_is_none(ledger, monkeypatc
     def bug(analysis, specs):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(ledger_file, "told", bug)
+    monkeypatch.setattr(state_file, "minimal_constraints", bug)
     with pytest.raises(TypeError, match="a bug"):
         ledger.module_of(row)
 

@@ -16,7 +16,7 @@ class Compiler:
     """Says what rung 1 said, times `slower` of what is in it."""
 
     def __init__(self, ledger, slower):
-        self.count, self._ledger, self._slower = 0, ledger, slower
+        self.count, self._state, self._slower = 0, ledger, slower
         self.most = ledger.budget.compiles_by(workers=7)  # 20 where the budget leaves it open
         self.at_work = False
 
@@ -28,8 +28,8 @@ class Compiler:
         self.at_work = True
         self.count += len(indices)
         for i in indices:
-            time_s = self._ledger.rows[i].propagated.time_s * self._slower.get(i, 1.0)
-            self._ledger.rows[i].compiled = estimate(time_s, rung=Rung.COMPILE)
+            time_s = self._state.rows[i].propagated.time_s * self._slower.get(i, 1.0)
+            self._state.rows[i].compiled = estimate(time_s, rung=Rung.COMPILE)
 
     def known(self, row):
         return False
@@ -42,16 +42,16 @@ class Clock:
     """Measures what is predicted, but for what is `broken`, and knows what it was given."""
 
     def __init__(self, ledger, broken, compiler):
-        self.waves, self.ranking, self._ledger, self._broken = {}, (), ledger, broken
+        self.waves, self.ranking, self._state, self._broken = {}, (), ledger, broken
         self._compiler = compiler
 
     def measure(self, bench, indices, wave, rounds, first_round, share):
         assert not self._compiler.at_work, "compilers would take cores from what is measured"
         self.waves[wave] = list(indices)
         for i in indices:
-            seen = Measurement(samples_s=(self._ledger.estimated_s(i),), rounds=(first_round,))
-            self._ledger.rows[i].profiled = WRONG if i in self._broken else seen
-        self.ranking = tuple(self._ledger.measured())
+            seen = Measurement(samples_s=(self._state.estimated_s(i),), rounds=(first_round,))
+            self._state.rows[i].profiled = WRONG if i in self._broken else seen
+        self.ranking = tuple(self._state.measured())
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def climbed(ledger, monkeypatch):
             for i, t in enumerate(times_s)
         ]
         monkeypatch.setattr(search, "propagate_all", lambda ledger, a, b, begin: begin())
-        monkeypatch.setattr(search, "opened_bench", lambda ledger: contextlib.nullcontext())
+        monkeypatch.setattr(search, "opened_runner", lambda ledger: contextlib.nullcontext())
         compiler = Compiler(ledger, slower or {})
         clock = Clock(ledger, broken, compiler)
         search._climb(ledger, compiler, clock, None)

@@ -266,7 +266,7 @@ def on_mesh(closed: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
         # A device, or nothing, is said of an operand by a `device_put` of its own.
         alone = {k: v[:1] if isinstance(v, tuple) else v for k, v in eqn.params.items()}
         return [
-            constraint_equation(source, target, said, "as_written", eqn)
+            constraint_equation(source, target, said, "as_annotated", eqn)
             if isinstance(said, NamedSharding)
             else eqn.replace(
                 invars=[source], outvars=[target], params={**alone, "devices": (said,)}

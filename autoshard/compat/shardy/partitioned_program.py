@@ -75,7 +75,7 @@ class Communication(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Judged:
+class PartitionedProgram:
     """What the partitioner made of one layout, as plain data.
 
     Attributes:
@@ -102,7 +102,7 @@ class Judged:
     result_dims: list[Division] = dataclasses.field(default_factory=list)
 
 
-def read(main: Operation, sizes: dict[str, int]) -> Judged:
+def read(main: Operation, sizes: dict[str, int]) -> PartitionedProgram:
     """What a partitioned main says of each operation, each collective and its own ends.
 
     Args:
@@ -127,14 +127,14 @@ class _Reader:
 
     def __init__(self, sizes: dict[str, int]):
         self._sizes = sizes
-        self._judged = Judged()
+        self._judged = PartitionedProgram()
         self._memo: dict[Attribute, _Divided] = {}
         self._of_value: dict[Value, frozenset[str]] = {}
         # Sums over devices that nothing has used yet, by value: where they stand in the list.
         self._sums: dict[Value, int] = {}
         self._resharded: set[tuple[str, Value, Attribute]] = set()
 
-    def read(self, main: Operation) -> Judged:
+    def read(self, main: Operation) -> PartitionedProgram:
         judged = self._judged
         block = main.regions[0].blocks[0]
         for argument, attribute in zip(block.arguments, main.attributes["arg_attrs"], strict=True):

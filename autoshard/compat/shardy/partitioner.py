@@ -7,7 +7,7 @@ from jaxlib.mlir import ir
 
 from autoshard.compat.shardy.factor_rules import bind_rules, is_given
 from autoshard.compat.shardy.lookups import LOOKUPS, keep_tables
-from autoshard.compat.shardy.partitioned_program import Judged, read
+from autoshard.compat.shardy.partitioned_program import PartitionedProgram, read
 from autoshard.compat.shardy.products import divide_as_xla
 from autoshard.compat.shardy.shardings import Attributes, Dims, mesh_text, sharding_text
 from autoshard.compat.shardy.stablehlo import (
@@ -70,7 +70,7 @@ def judge(
     sites: Mapping[int, Dims],
     site_of_tag: Mapping[int, int],
     attributes: Attributes,
-) -> Judged:
+) -> PartitionedProgram:
     """Puts one layout into a copy of a tagged module, runs the partitioner, reads the result.
 
     Raises:

@@ -1,6 +1,7 @@
 """StableHLO modules in process: made, copied, numbered, read (jaxlib.mlir; 0.10 to 0.12)."""
 
 import functools
+import hashlib
 import io
 import math
 import re
@@ -127,8 +128,23 @@ def text(module: Operation) -> str:
     return str(module.get_asm(enable_debug_info=False))
 
 
-def text_without(module: Operation, tags: Container[int]) -> str:
-    """The same of a tagged module, without the constraints of these tags and without tags."""
+_LARGE = 4096
+"""Elements of a constant above which its bytes are hashed, and not its text."""
+_ELIDED = "__elided__"
+"""What MLIR writes for a constant that it leaves out."""
+
+
+def digest_without(
+    module: Operation, tags: Container[int], more: str = "", *, hash_text: bool = False
+) -> str:
+    """SHA-256 of a tagged module, without the constraints of these tags and without tags.
+
+    It is the digest of the module's text and of `more`. Large constants are left out of the text,
+    and their bytes are hashed after it: as text they take four times as long.
+
+    Args:
+      hash_text: large constants are text too, as in digests of 0.1.
+    """
     with module.context:
         copy = module.clone()
         for op in walk(main_function(copy).regions[0].blocks[0]):
@@ -137,7 +153,38 @@ def text_without(module: Operation, tags: Container[int]) -> str:
                 op.erase()
             else:
                 del op.attributes[TAG]
-        return text(copy)
+        found = hashlib.sha256()
+        large = [] if hash_text else _large_constants(copy)
+        if large:
+            short = str(copy.get_asm(enable_debug_info=False, large_elements_limit=_LARGE))
+            if short.count(_ELIDED) == len(large):
+                found.update(f"{short}{more}".encode())
+                for constant in large:
+                    found.update(_bytes_of(constant))
+                return found.hexdigest()
+        found.update(f"{text(copy)}{more}".encode())
+        return found.hexdigest()
+
+
+def _large_constants(module: Operation) -> list[Operation]:
+    """The large constants in the order of the text. A splat is short as text."""
+    return [
+        op
+        for function in module.regions[0].blocks[0].operations
+        if function.operation.name == "func.func"
+        for op in walk(function.operation.regions[0].blocks[0])
+        if op.name == "stablehlo.constant"
+        and math.prod(shape_of(op.results[0])) > _LARGE
+        and _ELIDED in str(op.get_asm(use_local_scope=True, large_elements_limit=_LARGE))
+    ]
+
+
+def _bytes_of(constant: Operation) -> bytes | memoryview:
+    """What tells a constant from others of its type; text for types that NumPy does not have."""
+    try:
+        return np.ascontiguousarray(constant.attributes["value"]).reshape(-1).view(np.uint8).data
+    except (TypeError, ValueError, BufferError):
+        return literal(constant).encode()
 
 
 def main_function(module: Operation) -> Operation:

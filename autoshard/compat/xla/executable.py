@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 from autoshard.compat.shardy.stablehlo import PRODUCTS, dtype_of, precision_of
 from autoshard.records.arithmetic import part_of_complex
 from autoshard.records.module import ArraySpec, Module
-from autoshard.records.precision import cut_to, multiplied_as
+from autoshard.records.precision import effective_matmul_dtype, operand_dtype
 
 _FLOAT_TYPE = re.compile(r"(?<=[<x])(f64|f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)[>,]")
 _LAPACK = b"lapack_"
@@ -266,7 +266,11 @@ def float_types(module: Module) -> frozenset[str]:
             if operation.name not in PRODUCTS:
                 return ir.WalkResult.ADVANCE
             if part_of_complex(dtype_of(operation.operands[0])) == "f32":
-                cut.add(cut_to(multiplied_as("f32", *precision_of(operation)), module.platform))
+                cut.add(
+                    operand_dtype(
+                        effective_matmul_dtype("f32", *precision_of(operation)), module.platform
+                    )
+                )
             return ir.WalkResult.ADVANCE
 
         parsed.operation.walk(visit)

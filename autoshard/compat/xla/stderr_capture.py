@@ -26,8 +26,13 @@ from pathlib import Path
 _log = logging.getLogger("autoshard")
 _XLA_LINE = re.compile(
     rb"^(?:[WEIF]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ \S+\.cc:\d+\]"
-    rb"|WARNING: All log messages before absl::InitializeLog)"
+    rb"|WARNING: All log messages before absl::InitializeLog"
+    # Of libtpu where no TPU is there.
+    rb"|WARNING: Logging before InitGoogle|Failed to find host bounds for accelerator type"
+    rb"|=== Source Location Trace: ===|\S+\.cc:\d+\s*$)"
 )
+_PLUGINS = logging.getLogger("jax._src.xla_bridge")
+"""Where JAX says, with a traceback, that a plugin has no devices here."""
 _PRINT_IF_LEFT = 'read -r restored || cat "$0" >&2; rm -f "$0"'
 """A shell script: prints and removes the file $0, unless a line comes on its input first."""
 
@@ -37,9 +42,22 @@ _diverted: "_Diverted | None" = None
 
 
 def start_jax() -> None:
-    """Starts JAX's backends, if they are not: compilers that are plugins write when they load."""
-    with quiet():
-        importlib.import_module("jax").local_devices()
+    """Starts JAX's backends, if they are not started, for a target whose devices are not here.
+
+    Compilers that are plugins write when they load. What they and JAX say of devices that they do
+    not find goes to the log: nobody asked for these devices.
+    """
+
+    def to_our_log(record: logging.LogRecord) -> bool:
+        _log.debug("%s", record.getMessage(), exc_info=record.exc_info)
+        return False
+
+    _PLUGINS.addFilter(to_our_log)
+    try:
+        with quiet():
+            importlib.import_module("jax").local_devices()
+    finally:
+        _PLUGINS.removeFilter(to_our_log)
 
 
 @contextlib.contextmanager

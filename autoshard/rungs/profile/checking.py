@@ -15,7 +15,7 @@ from autoshard.records.module import Module
 from autoshard.records.trial import Failure, Kind, Measurement, Stage
 from autoshard.rungs.profile.numerics import NumericsReport, ReferenceLost
 from autoshard.rungs.profile.race import Footprint
-from autoshard.rungs.profile.runner import Benches
+from autoshard.rungs.profile.runner import Runner
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Checking:
 
     def __init__(
         self,
-        bench: Benches,
+        bench: Runner,
         *,
         should_stop: Callable[[], bool],
         touching: Touching,

@@ -17,7 +17,7 @@ PIECE = 1 << 16
 """Elements of a piece: half a megabyte in double precision."""
 
 
-def over_pieces(function: Callable[..., T], *arrays: np.ndarray) -> list[T]:
+def chunked_map(function: Callable[..., T], *arrays: np.ndarray) -> list[T]:
     """What `function` says of each piece of some arrays, in order.
 
     Args:

@@ -20,7 +20,7 @@ from autoshard.target.target import Target
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs:
-    """What `Benches.set_inputs` takes.
+    """What `Runner.set_inputs` takes.
 
     Attributes:
       init: the program that makes the initial state, or that state, where only this process, or

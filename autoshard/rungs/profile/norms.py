@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.rungs.profile.chunked import over_pieces
+from autoshard.rungs.profile.chunked import chunked_map
 
 
 def wide(value: np.ndarray) -> np.ndarray:
@@ -32,7 +32,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     """L2 norm of the difference of floats; else the share of elements that differ."""
     if jnp.issubdtype(a.dtype, jnp.inexact):
         return norm(minus, a, b)
-    return sum(over_pieces(_differing, a, b)) / a.size if a.size else 0.0
+    return sum(chunked_map(_differing, a, b)) / a.size if a.size else 0.0
 
 
 def _differing(a: np.ndarray, b: np.ndarray) -> int:
@@ -46,7 +46,7 @@ def largest(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> float:
         value = np.abs(function(*pieces))
         return float(np.max(value, initial=0, where=np.isfinite(value)))
 
-    return max(over_pieces(of_piece, *arrays), default=0.0)
+    return max(chunked_map(of_piece, *arrays), default=0.0)
 
 
 def norm(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> float:
@@ -58,4 +58,4 @@ def norm(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> float:
             return float(np.sum(np.square(value), where=np.isfinite(value)))
 
     with np.errstate(over="ignore"):
-        return float(np.sqrt(np.sum(over_pieces(squares, *arrays))))
+        return float(np.sqrt(np.sum(chunked_map(squares, *arrays))))

@@ -50,7 +50,7 @@ import numpy as np
 
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.rungs.profile import norms
-from autoshard.rungs.profile.chunked import over_pieces
+from autoshard.rungs.profile.chunked import chunked_map
 
 REVISION = 5
 """Raise it when programs may pass that failed: failures of another revision are not believed."""
@@ -259,7 +259,7 @@ def _moved(value: np.ndarray, share: float, rng: np.random.Generator) -> np.ndar
     def move(old: np.ndarray, up: np.ndarray, new: np.ndarray) -> None:
         new[:] = (norms.wide(old) * np.where(up, 1 + share, 1 - share)).astype(old.dtype)
 
-    over_pieces(move, value, up, moved)
+    chunked_map(move, value, up, moved)
     return moved
 
 
@@ -558,7 +558,7 @@ def _broken(
         return None
     known = [] if start is None else [start]
     for copy in copies:
-        pieces = over_pieces(_blown, copy, expected, *known)
+        pieces = chunked_map(_blown, copy, expected, *known)
         bad, blown = (sum(piece[k] for piece in pieces) for k in (0, 1))
         if bad:
             both = " in the reference too" if blown and not alone else ""

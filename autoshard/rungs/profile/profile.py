@@ -11,7 +11,7 @@ from autoshard.records.module import Module
 from autoshard.records.trial import DeviceProfile, Failure, Measurement
 from autoshard.rungs.profile.checking import Checking, Finalist, Touching
 from autoshard.rungs.profile.race import COMPLETE, RaceSettings, race
-from autoshard.rungs.profile.runner import Benches
+from autoshard.rungs.profile.runner import Runner
 from autoshard.rungs.profile.traces import read_trace
 
 Profiles = tuple[DeviceProfile, ...]
@@ -21,7 +21,7 @@ _LEAST_ROUNDS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class PartitionedProgram:
     """What rung 3 says of the finalists.
 
     Attributes:
@@ -43,7 +43,7 @@ class Judged:
 
 
 def judge(
-    bench: Benches,
+    bench: Runner,
     finalists: Sequence[Finalist],
     references: Mapping[str, Module | Failure],
     *,
@@ -54,7 +54,7 @@ def judge(
     touching: Touching = contextlib.nullcontext,
     on_progress: Callable[[int, str], None] = lambda done, text: None,
     on_failure: Callable[[str, Failure], None] = lambda name, failure: None,
-) -> Judged:
+) -> PartitionedProgram:
     """Checks each finalist's numerics and races those that pass.
 
     Where a reference cannot run (it does not fit), the finalists of the same knobs are compared
@@ -107,7 +107,7 @@ def judge(
         footprints={f.name: f.footprint for f in racing},
         memory_bytes=memory_bytes,
     )
-    for runner in result.runners:
+    for runner in result.contestants:
         if runner.failure is not None:
             outcomes[runner.name] = runner.failure
             on_failure(runner.name, runner.failure)
@@ -126,7 +126,7 @@ def judge(
     for finalist in finalists:
         bench.unload(finalist.name)
     ranking = tuple(n for n in result.ranking if isinstance(outcomes.get(n), Measurement))
-    return Judged(
+    return PartitionedProgram(
         outcomes=outcomes,
         ranking=ranking,
         why_it_ended=result.ended,
@@ -134,7 +134,7 @@ def judge(
     )
 
 
-def traced(bench: Benches, finalist: Finalist, folder: str | None) -> tuple[Profiles, str]:
+def traced(bench: Runner, finalist: Finalist, folder: str | None) -> tuple[Profiles, str]:
     """Runs the profiler on a finalist that was measured.
 
     Args:

@@ -80,7 +80,7 @@ class Footprint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Runner:
+class Contestant:
     """One candidate's race.
 
     Attributes:
@@ -105,7 +105,7 @@ class RaceResult:
     """The outcome.
 
     Attributes:
-      runners: all candidates, in the order given.
+      contestants: all candidates, in the order given.
       ranking: names, best first: the survivors by their times in common rounds, then the dropped by
         their ratio to the best in the rounds they shared; failed ones are not in it.
       rounds: rounds begun.
@@ -113,7 +113,7 @@ class RaceResult:
         on in.
     """
 
-    runners: tuple[Runner, ...]
+    contestants: tuple[Contestant, ...]
     ranking: tuple[str, ...]
     rounds: int
     ended: str
@@ -137,8 +137,8 @@ class _Lane:
         """The logarithm of the median sample of each round."""
         return by_round(self.samples_s, self.rounds)
 
-    def frozen(self) -> Runner:
-        return Runner(
+    def frozen(self) -> Contestant:
+        return Contestant(
             name=self.name,
             samples_s=tuple(self.samples_s),
             rounds=tuple(self.rounds),
@@ -194,7 +194,7 @@ def race(
     except KeyboardInterrupt:
         ended = INTERRUPTED  # who asked goes on with what there is, and raises it again
     return RaceResult(
-        runners=tuple(lane.frozen() for lane in lanes.values()),
+        contestants=tuple(lane.frozen() for lane in lanes.values()),
         ranking=_ranking(list(lanes.values())),
         rounds=next(rounds),
         ended=ended,

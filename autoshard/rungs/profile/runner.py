@@ -1,6 +1,6 @@
 """The bench: runs candidates on the devices of this process, from one initial state.
 
-For CPU targets it lives in a killable child (`bench_client.ChildBench`), for accelerators in the
+For CPU targets it lives in a killable child (`bench_client.ChildRunner`), for accelerators in the
 process that owns them. Not modelled here: several processes that share one program.
 """
 
@@ -28,7 +28,7 @@ from autoshard.records.module import Module
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.rungs.compile.store import keep, kept
 from autoshard.rungs.profile import numerics
-from autoshard.rungs.profile.chunked import over_pieces
+from autoshard.rungs.profile.chunked import chunked_map
 from autoshard.rungs.profile.numerics import NumericsReport, Reference, ReferenceLost, Trajectory
 from autoshard.rungs.worker.failures import failure_of
 from autoshard.target import host
@@ -41,7 +41,7 @@ and Linux allows a process 65530.
 """
 
 
-class Benches(Protocol):
+class Runner(Protocol):
     """What measures candidates, here or in a child. Failures are returned, never raised.
 
     Attributes:
@@ -107,8 +107,8 @@ class _Entry:
     steps: int = 0
 
 
-class Bench:
-    """A `Benches` on this process's devices.
+class LocalRunner:
+    """A `Runner` on this process's devices.
 
     Args:
       placed: the devices at the places of a module's mesh, major to minor; by default the first of
@@ -437,7 +437,7 @@ def _alone(shard: jax.Shard) -> jax.Array:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return all(over_pieces(np.array_equal, *(x.reshape(-1).view(np.uint8) for x in (a, b))))
+    return all(chunked_map(np.array_equal, *(x.reshape(-1).view(np.uint8) for x in (a, b))))
 
 
 def host_devices() -> list[jax.Device]:

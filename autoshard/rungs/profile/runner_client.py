@@ -17,14 +17,14 @@ from autoshard.errors import WorkerError
 from autoshard.records.module import Module
 from autoshard.records.trial import Failure, Stage
 from autoshard.rungs.profile.numerics import NumericsReport, ReferenceLost
-from autoshard.rungs.profile.runner import Bench
+from autoshard.rungs.profile.runner import LocalRunner
 from autoshard.rungs.worker.process import WorkerProcess, WorkerSettings
 
 T = TypeVar("T")
 
 
-class ChildBench:
-    """A `Benches` whose programs run in a child process.
+class ChildRunner:
+    """A `Runner` whose programs run in a child process.
 
     Args:
       settings: platform, number of devices and output folder of the child.
@@ -180,7 +180,7 @@ class ChildBench:
 
 # What the child runs. It has one bench, made with its first inputs.
 
-_bench: Bench | None = None
+_bench: LocalRunner | None = None
 
 
 def _set_inputs(
@@ -189,11 +189,11 @@ def _set_inputs(
     executables: Path | None,
 ) -> Failure | None:
     global _bench
-    _bench = _bench or Bench(executables=executables)
+    _bench = _bench or LocalRunner(executables=executables)
     return _bench.set_inputs(init, batches)
 
 
-def _here() -> Bench:
+def _here() -> LocalRunner:
     assert _bench is not None
     return _bench
 

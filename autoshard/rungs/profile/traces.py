@@ -43,7 +43,7 @@ def read_trace(folder: str, steps: int) -> tuple[DeviceProfile, ...]:
     last, divided by the steps: so what the host does between steps is idle time.
 
     Args:
-      folder: what `Bench.trace` returned; of several traces in it the last counts.
+      folder: what `LocalRunner.trace` returned; of several traces in it the last counts.
       steps: how many steps were traced.
 
     Returns:

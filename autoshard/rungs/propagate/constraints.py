@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from autoshard.compat.shardy import shardings
-from autoshard.compat.shardy.partitioned_program import Communication, Judged
+from autoshard.compat.shardy.partitioned_program import Communication, PartitionedProgram
 from autoshard.errors import PartitionerRefused
 from autoshard.program.analysis import Analysis
 from autoshard.program.sites import Place
-from autoshard.records.layout import Wording
+from autoshard.records.layout import Constraints
 from autoshard.rungs.propagate.operations import operations_of
 from autoshard.rungs.propagate.partition import partitioned
 from autoshard.space.specs import Specs
@@ -32,23 +32,23 @@ _JUDGED_SITES = 40_000
 _FOUND: weakref.WeakKeyDictionary[Analysis, dict[object, Specs]] = weakref.WeakKeyDictionary()
 
 
-def told(analysis: Analysis, specs: Specs) -> Specs:
+def minimal_constraints(analysis: Analysis, specs: Specs) -> Specs:
     """`specs` with the constraints that are needed, found once for each analysis."""
     found = _FOUND.setdefault(analysis, {})
     key = specs.key()
     if key not in found:
-        found[key] = _told(analysis, specs)
+        found[key] = _minimal_constraints(analysis, specs)
     return found[key]
 
 
-def _told(analysis: Analysis, specs: Specs) -> Specs:
-    """The same partition with the constraints that `specs.wording` speaks of.
+def _minimal_constraints(analysis: Analysis, specs: Specs) -> Specs:
+    """The same partition with the constraints that `specs.constraints` speaks of.
 
     What is partitioned alike is asked of the partitioner: every operation divided over the same
     mesh axes, and the same communication as often. Where fewer constraints cannot be found to do,
     all stay.
     """
-    if not specs.mesh or not specs.sites or specs.wording is Wording.ALL:
+    if not specs.mesh or not specs.sites or specs.constraints is Constraints.ALL:
         return specs
     asked = _Asked(analysis, specs)
     usual = [
@@ -56,7 +56,7 @@ def _told(analysis: Analysis, specs: Specs) -> Specs:
         for s in analysis.sites.sites
         if s.index in specs.sites and (s.storage or s.place is Place.USE)
     ]
-    if specs.wording is Wording.LEAN:
+    if specs.constraints is Constraints.USUAL:
         found = asked.enough(usual)
         return specs if found is None else asked.only(found)
     found = asked.enough(())
@@ -140,7 +140,7 @@ class _Asked:
         def alike(one: Communication) -> tuple[object, ...]:
             return one.kind, one.axes, one.before, one.after, trips.get(one.block, 1.0), one.sum
 
-        def sent(judged: Judged) -> Counter[tuple[object, ...]]:
+        def sent(judged: PartitionedProgram) -> Counter[tuple[object, ...]]:
             return Counter(alike(one) for one in judged.communication)
 
         here, there = sent(one), sent(other)

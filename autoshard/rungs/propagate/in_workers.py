@@ -44,7 +44,7 @@ class Partitioners:
         self._analyses = analyses
         self._settings = WorkerSettings(platform="cpu", device_count=1, folder=folder)
         self._time_limit_s = time_limit_s
-        # Written when it is first asked about: of what is never asked nothing is kept.
+        # AnnotatedStep when it is first asked about: of what is never asked nothing is kept.
         self._base = functools.cache(self._written)
 
     def ask(self, index: int, specs: Specs) -> Answer:

@@ -41,7 +41,7 @@ class Kernels:
       trips: (k,) how often it runs in a step.
       writes: (k,) 1 if it writes its whole value, 0 if it updates in place.
       dtypes: (k,) of a product's or convolution's operands, such as `bf16`, with how precisely it
-        multiplies (`precision.multiplied_as`); else "".
+        multiplies (`precision.effective_matmul_dtype`); else "".
       read_kernel, read_value: (r,) which kernel reads which value.
       read_scale: (r,) part of the value that is read.
     """

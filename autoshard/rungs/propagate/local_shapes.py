@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from autoshard.compat.shardy.partitioned_program import Judged
+from autoshard.compat.shardy.partitioned_program import PartitionedProgram
 from autoshard.compat.shardy.reshards import Division
 from autoshard.records.subaxes import ways
 from autoshard.rungs.propagate.operations import Operations
@@ -27,12 +27,12 @@ class LocalShapes:
     """
 
     operations: Operations
-    judged: Judged | None
+    judged: PartitionedProgram | None
     sizes: Mapping[str, int]
     divided: np.ndarray
     bytes: np.ndarray
     work: Mapping[int, float]
-    _origins: "Origins"
+    _origins: "ValueOrigins"
 
     def dims(self, value: int) -> Division:
         """Mesh axes of each dimension of a value; () where the partitioner does not say."""
@@ -72,7 +72,7 @@ class LocalShapes:
                     yield ops.tags[tag][0], ops.sizes[value] * (1 / parts - 1 / divided)
 
 
-class Origins:
+class ValueOrigins:
     """Where the values of a step come from: its arguments, and results of operations."""
 
     def __init__(self, operations: Operations):
@@ -86,7 +86,7 @@ class Origins:
             for k in range(count)
         }
 
-    def local_shapes(self, specs: Specs, judged: Judged | None) -> LocalShapes:
+    def local_shapes(self, specs: Specs, judged: PartitionedProgram | None) -> LocalShapes:
         """The values under one layout, whose constraints are these."""
         ops, sizes = self._operations, dict(specs.mesh)
         divided = self._divided(specs, judged, sizes)
@@ -104,7 +104,9 @@ class Origins:
             _origins=self,
         )
 
-    def _divided(self, specs: Specs, judged: Judged | None, sizes: Mapping[str, int]) -> np.ndarray:
+    def _divided(
+        self, specs: Specs, judged: PartitionedProgram | None, sizes: Mapping[str, int]
+    ) -> np.ndarray:
         ops = self._operations
         if judged is None:
             return np.ones(len(ops.sizes))

@@ -21,7 +21,7 @@ from autoshard.records.arithmetic import (
     sort_flops,
     triangular_solve_flops,
 )
-from autoshard.records.precision import multiplied_as
+from autoshard.records.precision import effective_matmul_dtype
 from autoshard.records.windows import Windowed
 from autoshard.rungs.propagate.trips import trip_count
 
@@ -137,7 +137,7 @@ class Operations:
       position_of: where that stands in the program.
       own_flops: of its operation alone, if nothing is sharded.
       dtype_of: of the operands of a product or convolution, with how precisely it multiplies
-        (`precision.multiplied_as`), by the value it makes.
+        (`precision.effective_matmul_dtype`), by the value it makes.
       arguments, returned: of the main function.
       tags: tag of an operation -> (first value, number of results).
       entries: tag of a manual region -> the same of what its body is given.
@@ -272,7 +272,7 @@ class Operations:
             if name in stablehlo.PRODUCTS:
                 self.contracting[tag] = tuple(operands)
                 dtype = stablehlo.dtype_of(op.operands[0])
-                self.dtype_of[index] = multiplied_as(dtype, *stablehlo.precision_of(op))
+                self.dtype_of[index] = effective_matmul_dtype(dtype, *stablehlo.precision_of(op))
         if windows := windows_of(op):
             self.windowed.append(WindowedOperation(tag, tuple(operands), windows, _where(op)))
         for k, i in enumerate(operands):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from autoshard.compat.shardy import partitioner, shardings, stablehlo
-from autoshard.compat.shardy.partitioned_program import Judged
+from autoshard.compat.shardy.partitioned_program import PartitionedProgram
 from autoshard.program.analysis import Analysis
 from autoshard.program.program import Leaf
 from autoshard.records.layout import Spec
@@ -29,7 +29,7 @@ class Annotations(NamedTuple):
 class Partition(NamedTuple):
     """What the partitioner made of a layout, and the seconds that it took."""
 
-    judged: Judged
+    judged: PartitionedProgram
     elapsed_s: float
 
 
@@ -52,7 +52,7 @@ def partitioned(
     analysis: Analysis,
     specs: Specs,
     attributes: shardings.Attributes | None = None,
-) -> Judged:
+) -> PartitionedProgram:
     """Asks the partitioner. Not thread-safe: modules share a context.
 
     Args:
@@ -72,7 +72,7 @@ def judged(
     site_of_tag: Mapping[int, int],
     asked: Annotations,
     attributes: shardings.Attributes,
-) -> Judged:
+) -> PartitionedProgram:
     """Asks the partitioner about a base module, which need not be that of an analysis here."""
     return partitioner.judge(
         module, asked.mesh, asked.inputs, asked.outputs, asked.sites, site_of_tag, attributes

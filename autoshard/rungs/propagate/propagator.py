@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from autoshard.compat.shardy import shardings
-from autoshard.compat.shardy.partitioned_program import Communication, Judged
+from autoshard.compat.shardy.partitioned_program import Communication, PartitionedProgram
 from autoshard.errors import LayoutError, PartitionerRefused
 from autoshard.program.analysis import Analysis
 from autoshard.program.sites import site_of_location
@@ -17,7 +17,7 @@ from autoshard.records.layout import Layout
 from autoshard.records.trial import Estimate, Failure, Rung
 from autoshard.rungs.propagate.exchanges import window_exchanges
 from autoshard.rungs.propagate.kernels import find_kernels
-from autoshard.rungs.propagate.local_shapes import LocalShapes, Origins
+from autoshard.rungs.propagate.local_shapes import LocalShapes, ValueOrigins
 from autoshard.rungs.propagate.manual_sends import manual_collectives
 from autoshard.rungs.propagate.memory import Received, find_buffers
 from autoshard.rungs.propagate.operations import operations_of
@@ -40,7 +40,7 @@ class Propagator:
         state_count = len(program.state) if program.returns_state else 0
         self.kernels = find_kernels(self.operations)
         self.buffers = find_buffers(self.operations, self.kernels, state_count)
-        self._origins = Origins(self.operations)
+        self._origins = ValueOrigins(self.operations)
 
     def specs(self, space: Space, layout: Layout) -> Specs:
         """Every sharding of a layout that the partitioner may be asked about.
@@ -79,7 +79,7 @@ class Propagator:
         return self._estimate(specs, judged, cost, start)
 
     def _estimate(
-        self, specs: Specs, judged: Judged | None, cost: CostModel, start: float
+        self, specs: Specs, judged: PartitionedProgram | None, cost: CostModel, start: float
     ) -> Estimate:
         ops, kernels = self.operations, self.kernels
         local = self._origins.local_shapes(specs, judged)

@@ -10,10 +10,10 @@ import itertools
 import random
 
 from autoshard.records.layout import Candidate
-from autoshard.space.moves import drafts, swaps
+from autoshard.space.moves import axis_swaps, moves
 from autoshard.space.space import Space
 from autoshard.tuner.strategy.base import Seen, score
-from autoshard.tuner.strategy.one_axis import singles
+from autoshard.tuner.strategy.one_axis import one_axis_layouts
 
 
 class Beam:
@@ -39,13 +39,13 @@ class Beam:
             self._space = space
             self._neighbours.clear()
             self._contained.clear()
-            self._alone = list(itertools.islice(singles(space), self.batch // 2))
+            self._alone = list(itertools.islice(one_axis_layouts(space), self.batch // 2))
         done = {seen.candidate for seen in history}
         if alone := [c for c in self._alone if c not in done]:
             return tuple(alone)
         rng = random.Random(f"{seed}:{len(history)}")
         ranked = sorted(
-            (s for s in history if not s.candidate.layout.as_written),
+            (s for s in history if not s.candidate.layout.as_annotated),
             key=lambda s: (score(s.outcome, self._memory_bytes), s.candidate.key),
         )
         scores: set[tuple[float, float]] = set()
@@ -79,10 +79,10 @@ class Beam:
         return tuple(found)
 
     def _near(self, space: Space, candidate: Candidate) -> tuple[list[Candidate], list[Candidate]]:
-        """Drafts: swaps of mesh axes, and all others."""
+        """Drafts: axis_swaps of mesh axes, and all others."""
         if candidate not in self._neighbours:
-            first = list(swaps(space, candidate))
-            others = [c for c in drafts(space, candidate) if c not in first]
+            first = list(axis_swaps(space, candidate))
+            others = [c for c in moves(space, candidate) if c not in first]
             self._neighbours[candidate] = first, others
         return self._neighbours[candidate]
 

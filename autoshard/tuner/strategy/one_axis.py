@@ -11,7 +11,7 @@ from autoshard.records.layout import Candidate
 from autoshard.space.space import Space
 
 
-def singles(space: Space) -> Iterator[Candidate]:
+def one_axis_layouts(space: Space) -> Iterator[Candidate]:
     """Each axis divided over as many devices as it can be, where it is used and where it is stored.
 
     On the mesh of the fewest axes; in the order of the space's axes.

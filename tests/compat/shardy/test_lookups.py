@@ -74,7 +74,9 @@ def test_what_is_sent_for_lookups_as_compiled(
     mesh: MeshShape, compute: dict, storage: dict, batch: int
 ) -> None:
     of = analyse(embedding(batch))
-    layout = Layout(mesh=mesh, compute=tuple(compute.items()), storage=tuple(storage.items()))
+    layout = Layout(
+        mesh=mesh, activation_rules=tuple(compute.items()), storage=tuple(storage.items())
+    )
     specs = of.space.specs(layout)
     predicted = propagator(of.analysis).judge(of.space, layout, CPU)
     assert isinstance(predicted, Estimate), predicted
@@ -89,7 +91,7 @@ def test_tables_are_gathered_where_a_device_finds_as_much(batch: int, gathered: 
     """Of 512 rows each of eight devices looks up batch / 2."""
     of = analyse(embedding(batch))
     (table,) = (s.index for s in of.analysis.sites.sites if s.found >= 0)
-    layout = Layout(mesh=ONE, compute=(("batch", X),), storage=((COLUMN, X),))
+    layout = Layout(mesh=ONE, activation_rules=(("batch", X),), state_rules=((COLUMN, X),))
     assert (table in of.space.specs(layout).sites) == gathered
 
 
@@ -110,7 +112,7 @@ def test_mesh_axes_to_spare_go_to_one_dimension_each(
     monkeypatch.setattr(partitioner, "keep_tables", keep)
     of = analyse(embedding(batch))
     compute, storage = (("batch", X), (TIME, Y), (ROW, BOTH)), ((ROW, BOTH),)
-    layout = Layout(mesh=THREE, compute=compute, storage=storage)
+    layout = Layout(mesh=THREE, activation_rules=compute, storage=storage)
     assert isinstance(propagator(of.analysis).judge(of.space, layout, CPU), Estimate)
     assert any("z" in str(dims) for dims in written)
     for dims in written:

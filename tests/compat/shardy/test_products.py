@@ -6,7 +6,7 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
-from autoshard.lowering.problem import Subject
+from autoshard.lowering.problem import SearchProblem
 from autoshard.records.layout import Layout
 from autoshard.records.trial import Collective
 from autoshard.rungs.profile.calibration_files import cost_model
@@ -58,7 +58,7 @@ LAYOUTS = [
 ]
 
 
-def laid_out(compute: dict, storage: dict, rows: int = ROWS) -> tuple[Subject, Layout]:
+def laid_out(compute: dict, storage: dict, rows: int = ROWS) -> tuple[SearchProblem, Layout]:
     of = analyse(two_products(rows))
     return of, of.space.layout(MESH, compute, storage)
 
@@ -80,7 +80,7 @@ def unscattered(collectives: tuple[Collective, ...]) -> dict[tuple[str, ...], in
 
 
 def check_elsewhere(
-    of: Subject, layout: Layout, platform: str, name: str, folder: pathlib.Path
+    of: SearchProblem, layout: Layout, platform: str, name: str, folder: pathlib.Path
 ) -> None:
     """What is sent is what the target's own compiler sends."""
     there = find_target(name)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.compat.shardy import factor_rules, ragged, stablehlo
-from autoshard.lowering.problem import make_subject
+from autoshard.lowering.problem import make_problem
 from autoshard.program.program import trace
 from autoshard.records.layout import Layout, rules
 from autoshard.records.trial import Estimate
@@ -99,7 +99,7 @@ def sent(estimate: Estimate) -> set[str]:
 
 def test_what_a_ragged_product_ties_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.target.target.require_compiler", str)  # nothing is compiled
-    of = make_subject(trace(routed()), find_target("v5e:2x4"), "free", None)
+    of = make_problem(trace(routed()), find_target("v5e:2x4"), "free", None)
     analysis = of.analysis
     where = {a.name: set(a.where) for a in analysis.axes.axes}
     assert not analysis.axes.opaque
@@ -114,8 +114,10 @@ def test_what_a_ragged_product_ties_and_counts(monkeypatch: pytest.MonkeyPatch) 
         return outcome
 
     alone = judged(Layout(mesh=(("x", 8),)))
-    by_rows = judged(Layout(mesh=(("x", 8),), compute=rules({rows.name: "x"})))
-    by_out = judged(Layout(mesh=(("x", 8),), compute=rules({out: "x"}), storage=rules({out: "x"})))
+    by_rows = judged(Layout(mesh=(("x", 8),), activation_rules=rules({rows.name: "x"})))
+    by_out = judged(
+        Layout(mesh=(("x", 8),), activation_rules=rules({out: "x"}), state_rules=rules({out: "x"}))
+    )
     products = 256 * 64 * 128 * 2
     assert alone.flops == pytest.approx(products * (3 + 2 * 4), rel=0.05)  # two are of gradients
     assert by_rows.flops == pytest.approx(alone.flops, rel=0.05)

@@ -60,7 +60,7 @@ def test_an_import_of_the_package_leaves_descriptor_2_alone():
 @pytest.mark.parametrize("end", ["os.abort()", "os._exit(3)", "os.kill(os.getpid(), 9)"])
 def test_the_message_of_an_abort_inside_reaches_the_terminal(tmp_path, end):
     fatal = "F1121 01:18:17.223898  27997 layout.cc:263] Check failed: rank == 2"
-    code = "import os, tempfile; from autoshard.compat.noise import quiet\n"
+    code = "import os, tempfile; from autoshard.compat.xla.stderr_capture import quiet\n"
     code += f"tempfile.tempdir = {str(tmp_path)!r}\n"
     code += f"with quiet():\n os.write(2, {fatal!r}.encode())\n {end}\n"
     done = run(code)
@@ -131,3 +131,28 @@ def test_without_a_folder_to_write_to_nothing_is_held_back(capfd, monkeypatch):
         os.write(2, b"seen at once\n")
         assert capfd.readouterr().err == "seen at once\n"
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_plugins_without_devices_go_to_the_log(tmp_path):
+    """JAX logs a traceback for such a plugin when its backends start."""
+    module = tmp_path / "jax_plugins" / "absent"
+    module.mkdir(parents=True)
+    (module / "__init__.py").write_text("def initialize():\n    raise RuntimeError('no device')\n")
+    code = "\n".join(
+        [
+            "import logging, sys",
+            f"sys.path.insert(0, {str(tmp_path)!r})",
+            "from autoshard.compat.xla.stderr_capture import start_jax",
+            "import jax",
+            "logging.getLogger('autoshard').setLevel(logging.DEBUG)",
+            "logging.getLogger('autoshard').addHandler(logging.StreamHandler(sys.stdout))",
+            "start_jax()",
+        ]
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "no device" not in done.stderr
+    assert "Traceback" in done.stdout and "no device" in done.stdout

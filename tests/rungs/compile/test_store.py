@@ -14,8 +14,8 @@ from autoshard.compat.xla.executable import MemoryUse, compile_module
 from autoshard.rungs.compile.job import CompileResult, compile_module_job, request_for
 from autoshard.rungs.compile.store import keep, kept
 from autoshard.rungs.profile import runner as bench_module
-from autoshard.rungs.profile.runner import Bench
-from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.rungs.profile.runner import LocalRunner
+from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.rungs.worker.process import WorkerSettings
 from autoshard.target.target import find_target
 from tests import lowered
@@ -35,7 +35,7 @@ def factor_module():
 
 def started(executables, module):
     """A bench with the module loaded, and what loading it gave."""
-    bench = Bench(executables=executables)
+    bench = LocalRunner(executables=executables)
     bench.set_inputs(jax.tree.leaves(lowered.init_state()), lowered.make_batches())
     return bench, bench.load("it", module)
 
@@ -67,7 +67,7 @@ def test_a_bench_runs_what_a_worker_compiled(compiler, tmp_path, monkeypatch):
 def test_routines_of_lapack_are_there_where_nothing_was_lowered(compiler, tmp_path):
     module = factor_module()
     compile_module_job(module, 120, compiler, executables=tmp_path)
-    bench = ChildBench(
+    bench = ChildRunner(
         WorkerSettings(platform="cpu", device_count=8, folder=str(tmp_path)),
         time_limit_s=120,
         executables=tmp_path,
@@ -87,7 +87,7 @@ def test_the_child_measures_what_lies_in_the_folder(tmp_path):
     (tmp_path / other.digest).rename(tmp_path / here.digest)
     settings = WorkerSettings(platform="cpu", device_count=8, folder=str(tmp_path))
     for folder, passed in ((tmp_path, False), (tmp_path / "empty", True)):
-        bench = ChildBench(settings, time_limit_s=120, executables=folder)
+        bench = ChildRunner(settings, time_limit_s=120, executables=folder)
         try:
             bench.set_inputs(lowered.init_module(), lowered.make_batches())
             bench.trust("whole", lowered.train_module(lowered.ONE))

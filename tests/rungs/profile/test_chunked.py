@@ -5,13 +5,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from autoshard.rungs.profile.chunked import PIECE, over_pieces
+from autoshard.rungs.profile.chunked import PIECE, chunked_map
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1, 5 * PIECE - 7])
 def test_pieces_come_in_order_and_leave_nothing_out(size):
     a, b = np.arange(size), np.arange(size)[::-1]
-    pieces = over_pieces(lambda x, y: (x.copy(), y.copy()), a, b)
+    pieces = chunked_map(lambda x, y: (x.copy(), y.copy()), a, b)
     assert all(len(x) == len(y) <= PIECE for x, y in pieces)
     for k, whole in enumerate((a, b)):
         np.testing.assert_array_equal(np.concatenate([[], *(piece[k] for piece in pieces)]), whole)
@@ -24,7 +24,7 @@ def test_what_a_piece_writes_is_in_the_array():
     def write(new, old):
         new[:] = old
 
-    over_pieces(write, made, given)
+    chunked_map(write, made, given)
     np.testing.assert_array_equal(made.astype(int), given)
 
 
@@ -32,9 +32,9 @@ def test_what_a_piece_writes_is_in_the_array():
 def test_all_cores_work():
     """Two pieces wait for each other: one thread alone would wait for ever."""
     both = threading.Barrier(2, timeout=60)
-    assert len(over_pieces(lambda x: both.wait(), np.zeros(2 * PIECE))) == 2
+    assert len(chunked_map(lambda x: both.wait(), np.zeros(2 * PIECE))) == 2
 
 
 def test_arrays_of_other_sizes_are_refused():
     with pytest.raises(ValueError, match=r"\[3, 4\] elements, expected one size"):
-        over_pieces(len, np.zeros(3), np.zeros(4))
+        chunked_map(len, np.zeros(3), np.zeros(4))

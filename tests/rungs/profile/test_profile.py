@@ -12,7 +12,7 @@ from autoshard.rungs.profile.checking import Finalist
 from autoshard.rungs.profile.numerics import LeafError, NumericsReport, ReferenceLost
 from autoshard.rungs.profile.profile import judge, traced
 from autoshard.rungs.profile.race import Footprint, RaceSettings
-from autoshard.rungs.profile.runner import Bench
+from autoshard.rungs.profile.runner import LocalRunner
 from tests import lowered
 
 SETTINGS = RaceSettings(max_rounds=6, min_rounds=3)
@@ -346,7 +346,7 @@ def modules():
 
 
 def test_on_real_programs(modules, tmp_path):
-    bench = Bench()
+    bench = LocalRunner()
     bench.set_inputs(lowered.init_module(), lowered.make_batches())
     finalists = [dataclasses.replace(finalist(n), module=modules[n]) for n in ("right", "wrong")]
     result = judge(

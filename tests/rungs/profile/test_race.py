@@ -102,13 +102,13 @@ def test_all_samples_are_kept_with_their_rounds():
         return samples
 
     result = race(list(TIMES), run, seed=0)
-    for runner in result.runners:
+    for runner in result.contestants:
         warm_up, *turns = seen[runner.name]
         assert len(warm_up) == 1
         assert runner.samples_s == tuple(itertools.chain(*turns))
         assert len(runner.rounds) == len(runner.samples_s)
         assert sorted(set(runner.rounds)) == list(range(len(turns))), "a turn in each round"
-    slowest = result.runners[3]
+    slowest = result.contestants[3]
     assert slowest.dropped == 4 and "slower than" in slowest.reason and slowest.samples_s
 
 
@@ -125,13 +125,13 @@ def test_nobody_is_dropped_on_fewer_than_five_rounds():
     machine = Machine({"a": 0.1, "b": 0.19}, noise=1e-6)
     result = race(["a", "b"], machine.run, seed=0)
     assert (result.ended, result.rounds) == ("one left", 5)
-    assert len(set(result.runners[1].rounds)) == 5
+    assert len(set(result.contestants[1].rounds)) == 5
 
 
 def test_the_hopeless_leave_after_two_rounds():
     machine = Machine({"a": 0.1, "b": 0.21, "c": 0.11}, noise=1e-6, drift=0)
     result = race(list("abc"), machine.run, seed=0)
-    hopeless = result.runners[1]
+    hopeless = result.contestants[1]
     assert hopeless.dropped == 1 and "more than 2 times" in hopeless.reason
     assert len(set(hopeless.rounds)) == 2
     assert result.winner == "a"
@@ -146,7 +146,7 @@ def test_one_slow_round_makes_nobody_hopeless():
         return tuple(factor * s for s in machine.run(name, steps))
 
     result = race(["a", "b"], run, seed=0, settings=RaceSettings(max_rounds=4))
-    assert [r.dropped for r in result.runners] == [None, None]
+    assert [r.dropped for r in result.contestants] == [None, None]
 
 
 def test_equal_leaders_tie_and_weather_does_not_hide_it():
@@ -154,7 +154,7 @@ def test_equal_leaders_tie_and_weather_does_not_hide_it():
     result = race(list("abc"), machine.run, seed=0)
     assert result.ended == "tie"
     assert result.rounds < 30
-    assert [runner.dropped is None for runner in result.runners] == [True, True, False]
+    assert [runner.dropped is None for runner in result.contestants] == [True, True, False]
 
 
 def test_one_outlier_does_not_drop_the_best():
@@ -169,7 +169,7 @@ def test_one_outlier_does_not_drop_the_best():
 
     result = race(["a", "b"], run, seed=1)
     assert result.winner == "a"
-    assert max(result.runners[0].samples_s) > 4, "and the outlier is kept"
+    assert max(result.contestants[0].samples_s) > 4, "and the outlier is kept"
 
 
 def test_rounds_of_two_speeds_do_not_decide_between_close_leaders():
@@ -200,7 +200,7 @@ def test_a_raising_candidate_and_a_failing_one_leave_alone():
 
     result = race(list(TIMES), run, seed=0)
     assert result.winner == "a"
-    b, c = result.runners[1:3]
+    b, c = result.contestants[1:3]
     assert (b.failure.kind, b.failure.message) == (Kind.CRASH, "RuntimeError: device lost")
     assert b.dropped == 2 and b.reason == "failed: crash" and len(b.samples_s) == 2
     assert c.failure is OOM and c.dropped == 0 and c.samples_s == ()
@@ -218,8 +218,10 @@ def test_where_no_process_can_be_started_the_race_keeps_what_it_has():
 
     result = race(list(TIMES), run, seed=0)
     assert result.ended == "no worker process could be started"
-    assert all(runner.failure is None and {0, 1} <= set(runner.rounds) for runner in result.runners)
-    assert sum(2 in runner.rounds for runner in result.runners) == 1
+    assert all(
+        runner.failure is None and {0, 1} <= set(runner.rounds) for runner in result.contestants
+    )
+    assert sum(2 in runner.rounds for runner in result.contestants) == 1
     assert set(result.ranking) == set(TIMES)
 
 
@@ -230,20 +232,20 @@ def test_all_failing_has_no_winner():
 
 def test_a_single_candidate_is_still_measured():
     result = race(["a"], Machine(TIMES).run, seed=0)
-    assert result.ended == "one left" and set(result.runners[0].rounds) == set(range(5))
+    assert result.ended == "one left" and set(result.contestants[0].rounds) == set(range(5))
 
 
 def test_stopping_keeps_what_there_is():
     asked = iter([False, False, True])
     result = race(list(TIMES), Machine(TIMES).run, seed=0, should_stop=lambda: next(asked))
     assert (result.ended, result.rounds) == ("stopped", 2)
-    assert all(set(runner.rounds) == {0, 1} for runner in result.runners)
+    assert all(set(runner.rounds) == {0, 1} for runner in result.contestants)
 
 
 def test_very_short_steps_are_repeated():
     machine = Machine({"a": 1e-3, "b": 1.1e-3}, noise=1e-4, drift=0)
     result = race(["a", "b"], machine.run, seed=0)
-    rounds = result.runners[0].rounds
+    rounds = result.contestants[0].rounds
     assert rounds.count(0) == 1 and rounds.count(1) == 10
 
 
@@ -282,7 +284,7 @@ def test_blocks_alternate_where_memory_is_short(limit):
     )  # fmt: skip
     assert machine.most_loaded == limit // 10
     assert result.winner == "b"
-    assert result.runners[0].rounds.count(0) == RaceSettings().block_steps
+    assert result.contestants[0].rounds.count(0) == RaceSettings().block_steps
 
 
 NEAR = {"a": 0.1, "b": 0.102, "c": 0.104}
@@ -301,7 +303,7 @@ def test_near_equals_are_asked_of_several_processes():
 def test_one_process_neither_drops_nor_ties_near_equals():
     machine = Processes(NEAR, between=0, noise=1e-4, drift=0)
     result = race(list(NEAR), machine.run, seed=0, renew=machine.renew)
-    assert [r.dropped for r in result.runners] == [None, 9, 9], "they agree in two"
+    assert [r.dropped for r in result.contestants] == [None, 9, 9], "they agree in two"
     machine = Processes(dict.fromkeys("ab", 0.1), between=0, noise=1e-4, drift=0)
     result = race(["a", "b"], machine.run, seed=0, renew=machine.renew)
     assert (result.ended, result.rounds) == ("tie", 10)
@@ -311,7 +313,7 @@ def test_who_is_far_behind_leaves_in_the_first_process():
     times = {**NEAR, "d": 0.12}
     machine = Processes(times, between=0.01, noise=1e-4, drift=0)
     result = race(list(times), machine.run, seed=0, renew=machine.renew)
-    assert result.runners[-1].dropped == 4
+    assert result.contestants[-1].dropped == 4
     assert machine.renewed_at[0] == 4 * 5 + 4, "rounds, and a step each to warm up"
     assert len(machine.renewed_at) == -(-result.rounds // 5) - 1
 
@@ -319,7 +321,7 @@ def test_who_is_far_behind_leaves_in_the_first_process():
 def test_a_load_that_fails_drops_the_candidate():
     machine = Machine(TIMES)
     result = race(list(TIMES), machine.run, seed=0, load=lambda name: OOM if name == "b" else None)
-    assert result.runners[1].failure is OOM and result.winner == "a"
+    assert result.contestants[1].failure is OOM and result.winner == "a"
     assert "b" not in machine.turns
 
 
@@ -357,4 +359,4 @@ def test_what_was_measured_until_an_interrupt_stands():
     result = race(list(TIMES), run, seed=0)
     assert result.ended == INTERRUPTED and result.ended not in COMPLETE
     assert result.rounds == 4 and result.winner == min(TIMES, key=TIMES.__getitem__)
-    assert all(set(runner.rounds) >= {0, 1, 2} for runner in result.runners)
+    assert all(set(runner.rounds) >= {0, 1, 2} for runner in result.contestants)

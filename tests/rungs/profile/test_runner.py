@@ -13,7 +13,7 @@ from autoshard.compat.xla.executable import Executable, MemoryUse
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.rungs.profile import runner as bench_file
 from autoshard.rungs.profile.numerics import NumericsReport
-from autoshard.rungs.profile.runner import Bench, runs_ahead
+from autoshard.rungs.profile.runner import LocalRunner, runs_ahead
 from tests import lowered
 
 DATA = (("data", 8),)
@@ -22,7 +22,7 @@ DATA = (("data", 8),)
 @pytest.fixture(scope="module")
 def bench():
     """One bench with the unsharded reference, an FSDP x TP and a data-parallel program."""
-    bench = Bench()
+    bench = LocalRunner()
     assert bench.set_inputs(lowered.init_module(), lowered.make_batches()) is None
     programs = {
         "reference": lowered.train_module(lowered.ONE),
@@ -295,7 +295,7 @@ def test_steps_whose_call_returns_late_take_as_long_as_they_take(
 def test_without_metrics_each_step_is_waited_for(monkeypatch):
     """The next step takes the state: nothing is left to tell when the last one ended."""
     monkeypatch.setattr(bench_file, "runs_ahead", lambda _: True)
-    silent = Bench()
+    silent = LocalRunner()
     assert silent.set_inputs(lowered.init_module(), lowered.make_batches()) is None
     step = lowered.make_step()
     module = lowered.train_module(step=lambda state, x, y: (step(state, x, y)[0], {}))
@@ -320,7 +320,7 @@ def test_a_program_runs_on_the_devices_where_its_mesh_has_them():
         asked.append(mesh)
         return jax.devices()[::-1][: math.prod(n for _, n in mesh)]
 
-    turned = Bench(placed)
+    turned = LocalRunner(placed)
     assert turned.set_inputs(lowered.init_module(), lowered.make_batches()) is None
     module = lowered.train_module(DATA, spec=P("data"))
     assert isinstance(turned.load("data", module), MemoryUse)
@@ -332,7 +332,7 @@ def test_a_program_runs_on_the_devices_where_its_mesh_has_them():
 
 
 def test_every_program_starts_from_the_same_values(bench):
-    fresh = Bench()
+    fresh = LocalRunner()
     fresh.set_inputs(jax.tree.leaves(lowered.init_state()), lowered.make_batches())
     fresh.load("a", lowered.train_module())
     fresh.load("b", lowered.train_module(DATA, spec=P()))
@@ -341,7 +341,7 @@ def test_every_program_starts_from_the_same_values(bench):
         for array, value in zip(fresh._entries[name].state, made, strict=True):
             np.testing.assert_array_equal(np.asarray(array), value)
     fresh.run("a", 2)
-    again = Bench()
+    again = LocalRunner()
     again.set_inputs(lowered.init_module(), lowered.make_batches())
     for a, b in zip(again._initial, made, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -353,7 +353,7 @@ def test_loading_again_starts_again_and_compiles_once(bench, monkeypatch):
     bench.load("data", module)
     bench.run("data", 2)
     bench.unload("data")
-    monkeypatch.setattr(Bench, "_compile", None)
+    monkeypatch.setattr(LocalRunner, "_compile", None)
     assert isinstance(bench.load("data", module), MemoryUse)
     assert int(bench._entries["data"].state[2]) == 0, "the optimizer's count"
 
@@ -367,7 +367,7 @@ def test_a_process_keeps_few_executables_and_all_of_what_is_loaded(monkeypatch):
         name: lowered.train_module(mesh, spec=P())
         for name, mesh in (("eight", DATA), ("four", (("data", 4),)), ("two", (("data", 2),)))
     }
-    bench = Bench()
+    bench = LocalRunner()
     assert bench.set_inputs(jax.tree.leaves(lowered.init_state()), lowered.make_batches()) is None
     for name, module in programs.items():  # all three are loaded: none goes
         assert isinstance(bench.load(name, module), MemoryUse)
@@ -465,6 +465,6 @@ def test_callbacks_into_python_are_unsupported(bench):
 
 def test_loading_before_the_inputs_are_set_is_a_mistake():
     with pytest.raises(RuntimeError, match="set_inputs"):
-        Bench().load("data", lowered.train_module(DATA, spec=P()))
+        LocalRunner().load("data", lowered.train_module(DATA, spec=P()))
     with pytest.raises(ValueError, match="got no batch"):
-        Bench().set_inputs([], [])
+        LocalRunner().set_inputs([], [])

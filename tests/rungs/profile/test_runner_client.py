@@ -14,7 +14,7 @@ from autoshard.errors import WorkerError
 from autoshard.records.module import Module
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.rungs.profile.numerics import NumericsReport, ReferenceLost
-from autoshard.rungs.profile.runner_client import ChildBench
+from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.rungs.profile.traces import read_trace
 from autoshard.rungs.worker.process import WorkerSettings
 from tests import lowered
@@ -35,7 +35,7 @@ def modules():
 @pytest.fixture(scope="module")
 def child(tmp_path_factory, modules):
     folder = str(tmp_path_factory.mktemp("bench"))
-    bench = ChildBench(
+    bench = ChildRunner(
         WorkerSettings(platform="cpu", device_count=8, folder=folder), time_limit_s=120
     )
     assert bench.set_inputs(lowered.init_module(), lowered.make_batches()) is None
@@ -169,7 +169,7 @@ def test_unloading_forgets(child, modules):
 
 def test_state_as_host_values(tmp_path, modules):
     settings = WorkerSettings(platform="cpu", device_count=8, folder=str(tmp_path))
-    bench = ChildBench(settings, time_limit_s=120)
+    bench = ChildRunner(settings, time_limit_s=120)
     state = jax.tree.leaves(lowered.init_state())
     assert bench.set_inputs(state, lowered.make_batches()) is None
     assert isinstance(bench.load("data", modules["data"]), MemoryUse)
@@ -197,6 +197,6 @@ def test_a_state_made_with_linear_algebra_is_made_in_a_process_that_lowered_noth
         state_count=len(outputs),
     )
     settings = WorkerSettings(platform="cpu", device_count=8, folder=str(tmp_path))
-    bench = ChildBench(settings, time_limit_s=120)
+    bench = ChildRunner(settings, time_limit_s=120)
     assert bench.set_inputs(module, [()]) is None
     bench.close()

@@ -3,7 +3,7 @@ import pathlib
 import jax
 import pytest
 
-from autoshard.rungs.profile.runner import Bench
+from autoshard.rungs.profile.runner import LocalRunner
 from autoshard.rungs.profile.traces import read_trace, split
 from tests import lowered
 
@@ -43,7 +43,7 @@ def profiles(*planes: str, steps: int = 1) -> dict[str, tuple[float, float, floa
 
 
 def test_a_real_cpu_trace(tmp_path):
-    bench = Bench()
+    bench = LocalRunner()
     bench.set_inputs(jax.tree.leaves(lowered.init_state()), lowered.make_batches())
     bench.load("a", lowered.train_module())
     bench.run("a", 1)
@@ -66,7 +66,7 @@ def test_a_real_gpu_trace():
 
 
 def test_a_program_without_collectives_does_not_communicate(tmp_path):
-    bench = Bench()
+    bench = LocalRunner()
     bench.set_inputs(jax.tree.leaves(lowered.init_state()), lowered.make_batches())
     bench.load("one", lowered.train_module(lowered.ONE))
     bench.trace("one", str(tmp_path), 2)

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from autoshard.errors import PartitionerRefused
-from autoshard.records.layout import Wording
+from autoshard.records.layout import Constraints
 from autoshard.rungs.propagate import constraints
-from autoshard.rungs.propagate.constraints import told
+from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.rungs.propagate.operations import operations_of
 from autoshard.rungs.propagate.partition import partitioned
 from autoshard.space.baselines import baselines
@@ -39,26 +39,26 @@ def test_every_baseline_is_partitioned_alike_with_fewer_constraints(name):
     fewer = []
     for found in {b.name: b for b in baselines(of.space)}.values():
         specs = of.space.specs(found.candidate.layout)
-        kept = told(of.analysis, specs)
+        kept = minimal_constraints(of.analysis, specs)
         assert kept.sites.items() <= specs.sites.items()
         assert footprint(of, kept) == footprint(of, specs), found.name
         fewer.append(len(kept.sites) / len(specs.sites))
     assert sorted(fewer)[len(fewer) // 2] < 0.7
 
 
-def worded(of, layout, wording):
-    return of.space.specs(dataclasses.replace(layout, wording=wording))
+def with_constraints(of, layout, constraints):
+    return of.space.specs(dataclasses.replace(layout, constraints=constraints))
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_least_constraints_partition_alike_and_none_can_be_spared(name):
     of = subject(name)
     layout = baseline(of.space, "FSDP")
-    specs = worded(of, layout, Wording.LEAST)
-    kept = told(of.analysis, specs)
+    specs = with_constraints(of, layout, Constraints.MINIMAL)
+    kept = minimal_constraints(of.analysis, specs)
     whole = footprint(of, specs)
     assert footprint(of, kept) == whole
-    assert len(kept.sites) < len(told(of.analysis, of.space.specs(layout)).sites)
+    assert len(kept.sites) < len(minimal_constraints(of.analysis, of.space.specs(layout)).sites)
     for spared in kept.sites:
         others = {i: s for i, s in kept.sites.items() if i != spared}
         assert footprint(of, dataclasses.replace(kept, sites=others)) != whole
@@ -66,8 +66,8 @@ def test_least_constraints_partition_alike_and_none_can_be_spared(name):
 
 def test_sparing_single_constraints_ends_early_in_long_programs(monkeypatch):
     of = subject("scanned_gpt")
-    specs = worded(of, baseline(of.space, "FSDP"), Wording.LEAST)
-    least = told(of.analysis, specs)
+    specs = with_constraints(of, baseline(of.space, "FSDP"), Constraints.MINIMAL)
+    least = minimal_constraints(of.analysis, specs)
     asked = []
 
     def counted(analysis, specs, attributes):
@@ -76,12 +76,12 @@ def test_sparing_single_constraints_ends_early_in_long_programs(monkeypatch):
 
     monkeypatch.setattr(constraints, "partitioned", counted)
     monkeypatch.setattr(constraints, "_JUDGED_SITES", 0)
-    enough = told(of.analysis, specs)
+    enough = minimal_constraints(of.analysis, specs)
     rounds = len(asked)
     assert len(enough.sites) > len(least.sites)
     monkeypatch.setattr(constraints, "_JUDGED_SITES", 3 * len(specs.sites))
     asked.clear()
-    fewer = told(of.analysis, specs)
+    fewer = minimal_constraints(of.analysis, specs)
     assert len(asked) == rounds + 3
     assert fewer.sites.items() <= enough.sites.items()
     assert footprint(of, fewer) == footprint(of, specs)
@@ -89,7 +89,7 @@ def test_sparing_single_constraints_ends_early_in_long_programs(monkeypatch):
 
 def test_what_is_refused_with_fewer_constraints_keeps_all(monkeypatch):
     of = subject("scanned_gpt")
-    specs = worded(of, baseline(of.space, "FSDP"), Wording.LEAST)
+    specs = with_constraints(of, baseline(of.space, "FSDP"), Constraints.MINIMAL)
 
     def refusing(analysis, asked, attributes):
         if len(asked.sites) < len(specs.sites):
@@ -97,7 +97,7 @@ def test_what_is_refused_with_fewer_constraints_keeps_all(monkeypatch):
         return partitioned(analysis, asked, attributes)
 
     monkeypatch.setattr(constraints, "partitioned", refusing)
-    assert told(of.analysis, specs).sites == specs.sites
+    assert minimal_constraints(of.analysis, specs).sites == specs.sites
 
 
 class ManyNeeded(constraints._Asked):
@@ -119,8 +119,8 @@ def test_long_programs_get_as_many_constraints_as_they_need():
 
 def test_all_constraints_stay_where_a_layout_says_so():
     of = subject("scanned_gpt")
-    specs = worded(of, baseline(of.space, "FSDP"), Wording.ALL)
-    assert told(of.analysis, specs) is specs
+    specs = with_constraints(of, baseline(of.space, "FSDP"), Constraints.ALL)
+    assert minimal_constraints(of.analysis, specs) is specs
     assert specs.key() != of.space.specs(baseline(of.space, "FSDP")).key()
 
 
@@ -128,7 +128,7 @@ def test_what_the_partitioner_must_be_told_stays():
     """Some constraint on an activation is needed for FSDP of this step; without it, another one."""
     of = subject("scanned_gpt")
     specs = of.space.specs(baseline(of.space, "FSDP"))
-    kept = told(of.analysis, specs)
+    kept = minimal_constraints(of.analysis, specs)
     sites = {s.index: s for s in of.analysis.sites.sites}
     storage = {i: s for i, s in kept.sites.items() if sites[i].storage}
     assert 0 < len(storage) < len(kept.sites)
@@ -138,8 +138,8 @@ def test_what_the_partitioner_must_be_told_stays():
 
 def test_one_device_and_the_authors_own_constraints_are_left_alone():
     of = subject("with_constraints")
-    written = next(b.candidate.layout for b in baselines(of.space) if b.name == "as written")
+    written = next(b.candidate.layout for b in baselines(of.space) if b.name == "as annotated")
     specs = of.space.specs(written)
-    assert told(of.analysis_for(written), specs) is specs
+    assert minimal_constraints(of.analysis_for(written), specs) is specs
     alone = dataclasses.replace(specs, mesh=())
-    assert told(of.analysis, alone) is alone
+    assert minimal_constraints(of.analysis, alone) is alone

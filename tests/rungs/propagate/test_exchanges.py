@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.lowering.problem import Subject
+from autoshard.lowering.problem import SearchProblem
 from autoshard.records.layout import Layout, rules
 from autoshard.records.trial import Collective
 from autoshard.workload import Workload
@@ -28,14 +28,16 @@ def pool(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, (1, 1, 1, 1), "SAME")
 
 
-def with_divided_rows(work: Workload) -> tuple[Subject, Layout]:
+def with_divided_rows(work: Workload) -> tuple[SearchProblem, Layout]:
     """A step over images of 64 rows, the last input."""
     of = analyse(work)
     factors = of.analysis.axes.inputs[-1][1]
-    return of, Layout(mesh=MESH, compute=rules({factors[0][0]: "x"}))
+    return of, Layout(mesh=MESH, activation_rules=rules({factors[0][0]: "x"}))
 
 
-def over_rows(function: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[Subject, Layout]:
+def over_rows(
+    function: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[SearchProblem, Layout]:
     """A step forward over images whose rows are divided."""
     work = Workload(
         step=lambda state, x: (state, jnp.sum(jnp.sin(function(x, state)))),
@@ -76,7 +78,7 @@ def test_the_gradient_of_a_convolution_sends_rows_too() -> None:
     assert sent == pytest.approx(bytes_of(real, "collective_permute"), rel=0.01) and sent > 0
 
 
-def moved(change: Callable[[jax.Array], jax.Array], out: int) -> tuple[Subject, Layout]:
+def moved(change: Callable[[jax.Array], jax.Array], out: int) -> tuple[SearchProblem, Layout]:
     """A product whose divided columns are cut or padded."""
 
     def loss(params, batch):  # type: ignore[no-untyped-def]
@@ -85,7 +87,7 @@ def moved(change: Callable[[jax.Array], jax.Array], out: int) -> tuple[Subject, 
     batch = {"x": shaped(BATCH, EMBED), "y": shaped(BATCH, out)}
     of = analyse(train(loss, lambda: {"w": normal(0, EMBED, WIDTH)}, batch))
     columns = of.analysis.axes.inputs[0][1]
-    return of, Layout(mesh=MESH, compute=rules({columns[0][0]: "x"}))
+    return of, Layout(mesh=MESH, activation_rules=rules({columns[0][0]: "x"}))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from autoshard.compat.shardy.partitioned_program import Judged
+from autoshard.compat.shardy.partitioned_program import PartitionedProgram
 from autoshard.errors import PartitionerRefused
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.rungs.propagate import in_workers as partitioning
@@ -24,7 +24,7 @@ def partitioners():
         yield opened
 
 
-def told(judged: Judged) -> dict[str, object]:
+def told(judged: PartitionedProgram) -> dict[str, object]:
     """All that was read off, but where source ranges end: of one from column 0 that is lost."""
     found = dataclasses.asdict(judged)
     found["communication"] = [

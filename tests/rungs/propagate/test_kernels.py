@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.lowering import lower as lowering
-from autoshard.lowering.problem import Subject
+from autoshard.lowering.problem import SearchProblem
 from autoshard.records.layout import Layout
 from autoshard.rungs.propagate import Propagator
 from autoshard.workload import Workload
@@ -25,7 +25,7 @@ from tests.analysed import (
 from tests.programs import BATCH, EMBED, LAYERS, MLP, SEQUENCE, shaped, train
 
 
-def compiled_peak(of: Subject, layout: Layout) -> int:
+def compiled_peak(of: SearchProblem, layout: Layout) -> int:
     """What XLA:CPU says that one device needs, bytes."""
     step = lowering.jit_step(of.analysis, of.space.specs(layout), target())
     memory = step.lower(*lowering.shapes(of.analysis.program.inputs)).compile().memory_analysis()

@@ -163,7 +163,7 @@ def both(workload: Workload) -> tuple[Estimate, hlo.HloCounts]:
     of = analyse(workload)
     assert of.space.meshes == (MESH,)
     batch = next(a.name for a in of.space.axes.axes if a.is_batch)
-    layout = Layout(mesh=MESH, compute=rules({batch: "data"}))
+    layout = Layout(mesh=MESH, activation_rules=rules({batch: "data"}))
     estimate = propagator(of.analysis).judge(of.space, layout, CPU)
     assert isinstance(estimate, Estimate), estimate
     program = compile_module(lower_step(of.analysis, of.space.specs(layout), target()), DEVICES)

@@ -172,7 +172,7 @@ def test_a_sum_that_is_cut_along_two_dimensions_is_no_reduce_scatter() -> None:
     of = subject("scanned_gpt")
     fsdp = baseline(of.space, "FSDP")
     assert "reduce_scatter" in judge(of, fsdp).bytes_by_kind()
-    ((embed, _),) = fsdp.storage
+    ((embed, _),) = fsdp.state_rules
     hidden = next(a.name for a in of.space.axes.axes if a.size == MLP)
     both = of.space.layout(
         (("x", 2), ("y", 4)), {"batch": ("x", "y")}, {embed: ("x",), hidden: ("y",)}
@@ -210,7 +210,7 @@ def test_a_prng_key_in_the_state_costs_nothing() -> None:
 
 def test_a_step_as_written_is_judged_by_its_own_constraints() -> None:
     of = subject("with_constraints")
-    layout = Layout(mesh=(("data", 4), ("model", 2)), as_written=True)
+    layout = Layout(mesh=(("data", 4), ("model", 2)), as_annotated=True)
     written = judge(of, layout)
     # The author's layout, said as rules.
     hidden = next(a.name for a in of.space.axes.axes if a.size == MLP)
@@ -225,7 +225,7 @@ def test_a_step_as_written_is_judged_by_its_own_constraints() -> None:
 def test_a_layout_that_is_not_of_the_space_is_a_failure_not_an_exception() -> None:
     of = subject("custom_derivatives")
     outcome = propagator(of.analysis).judge(
-        of.space, Layout(mesh=(("x", 8),), as_written=True), COST
+        of.space, Layout(mesh=(("x", 8),), as_annotated=True), COST
     )
     assert isinstance(outcome, Failure) and outcome.kind is Kind.UNSUPPORTED
     of = subject("manual_region")
@@ -287,6 +287,8 @@ def test_zero_is_a_point_of_the_space() -> None:
 
 def test_sharding_by_rules_with_size_one_axes_is_the_same() -> None:
     of = subject("custom_derivatives")
-    plain = Layout(mesh=(("x", 8),), compute=rules({"batch": "x"}))
-    padded = Layout(mesh=(("x", 8), ("y", 1)), compute=rules({"batch": ("x", "y")})).canonical()
+    plain = Layout(mesh=(("x", 8),), activation_rules=rules({"batch": "x"}))
+    padded = Layout(
+        mesh=(("x", 8), ("y", 1)), activation_rules=rules({"batch": ("x", "y")})
+    ).canonical()
     assert judge(of, plain).time_s == judge(of, padded).time_s

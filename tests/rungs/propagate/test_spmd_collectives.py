@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.compat.xla.executable import compile_module
 from autoshard.lowering.lower import lower_step
-from autoshard.lowering.problem import Subject
+from autoshard.lowering.problem import SearchProblem
 from autoshard.records.layout import Layout
 from autoshard.records.trial import Collective, Estimate
 from autoshard.rungs.compile import hlo
@@ -44,13 +44,13 @@ def dense(*, bias: bool) -> Workload:
     )
 
 
-def judged(of: Subject, layout: Layout, cost: CostModel) -> tuple[Collective, ...]:
+def judged(of: SearchProblem, layout: Layout, cost: CostModel) -> tuple[Collective, ...]:
     estimate = propagator(of.analysis).judge(of.space, layout, cost)
     assert isinstance(estimate, Estimate), estimate
     return estimate.collectives
 
 
-def compiled(of: Subject, layout: Layout) -> tuple[Collective, ...]:
+def compiled(of: SearchProblem, layout: Layout) -> tuple[Collective, ...]:
     """On the CPU devices that are here."""
     module = lower_step(of.analysis, of.space.specs(layout), target())
     program = compile_module(module, jax.devices()[:8])
@@ -58,7 +58,7 @@ def compiled(of: Subject, layout: Layout) -> tuple[Collective, ...]:
 
 
 def compiled_elsewhere(
-    of: Subject, layout: Layout, there: Target, folder: pathlib.Path
+    of: SearchProblem, layout: Layout, there: Target, folder: pathlib.Path
 ) -> tuple[Collective, ...]:
     module = lower_step(of.analysis, of.space.specs(layout), there)
     program = compile_in_process(request_for(module, there, str(folder), 120.0))
@@ -99,7 +99,9 @@ WIDE, NARROW, TIME = f"kernel[0]:{EMBED}", f"kernel[1]:{HIDDEN}", f"x[1]:{LENGTH
 )
 def test_sums_as_compiled_for_cpu(compute: dict, storage: dict) -> None:
     of = analyse(dense(bias=True))
-    layout = Layout(mesh=MESH, compute=tuple(compute.items()), storage=tuple(storage.items()))
+    layout = Layout(
+        mesh=MESH, activation_rules=tuple(compute.items()), storage=tuple(storage.items())
+    )
     assert sums(judged(of, layout, CPU)) == sums(compiled(of, layout))
 
 
@@ -162,7 +164,7 @@ def branches() -> Workload:
     return train(loss, init, shaped(BATCH, EMBED))
 
 
-def hidden_divided() -> tuple[Subject, Layout]:
+def hidden_divided() -> tuple[SearchProblem, Layout]:
     of = analyse(branches())
     hidden = next(a.name for a in of.space.axes.axes if a.size == HIDDEN)
     return of, of.space.layout((("x", 8),), {hidden: X}, {hidden: X})
@@ -255,7 +257,7 @@ def test_sums_of_products_as_compiled_elsewhere(
     needs(platform)
     there = find_target(name)
     of = analyse(dense(bias=False))
-    layout = Layout(mesh=MESH, compute=(("batch", XYZ),), storage=tuple(storage.items()))
+    layout = Layout(mesh=MESH, activation_rules=(("batch", XYZ),), storage=tuple(storage.items()))
     predicted = judged(of, layout, cost_model(there))
     assert sums(predicted) == sums(compiled_elsewhere(of, layout, there, tmp_path))
 

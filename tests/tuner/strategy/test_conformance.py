@@ -13,7 +13,7 @@ from autoshard.records.trial import Estimate, Failure, Kind, Rung, Stage
 from autoshard.space.baselines import baselines
 from autoshard.space.space import Space
 from autoshard.tuner.strategy import Beam, Exhaustive, RandomSearch, Seen, Strategy
-from autoshard.tuner.strategy.one_axis import singles
+from autoshard.tuner.strategy.one_axis import one_axis_layouts
 from tests.analysed import subject
 
 MEMORY_BYTES = 10**9
@@ -149,7 +149,7 @@ def test_beam_goes_down_hill(space: Space) -> None:
 
     def count(candidate: Candidate) -> int:
         layout = candidate.layout
-        return sum(len(to) for _, to in (*layout.compute, *layout.storage))
+        return sum(len(to) for _, to in (*layout.activation_rules, *layout.state_rules))
 
     def told(candidate: Candidate) -> Seen:
         seen = tell(candidate)
@@ -179,7 +179,7 @@ def test_beam_goes_down_hill(space: Space) -> None:
 
 
 def test_a_beam_looks_at_each_axis_alone_first_and_once(space: Space) -> None:
-    every = list(singles(space))
+    every = list(one_axis_layouts(space))
     assert len(every) > 2
     first, second = search(Beam(MEMORY_BYTES), space, 0, 2, (tell(every[0]),))
     assert first == tuple(every[1:]) and second and not set(every) & set(second)
@@ -191,17 +191,17 @@ def test_a_beam_looks_at_each_axis_alone_first_and_once(space: Space) -> None:
 def test_an_axis_alone_is_divided_as_far_as_it_can_be(space: Space) -> None:
     two = dataclasses.replace(space, meshes=((("x", 2), ("y", 4)), (("x", 8),)))
     for of, most in ((two, 8), (dataclasses.replace(space, meshes=((("x", 2),),)), 2)):
-        found = {axis: c for c in singles(of) for axis, _ in c.layout.compute}
-        assert len(found) == len(list(singles(of))) > 2
+        found = {axis: c for c in one_axis_layouts(of) for axis, _ in c.layout.activation_rules}
+        assert len(found) == len(list(one_axis_layouts(of))) > 2
         for axis in of.shardable():
             if axis.name not in found:
                 continue
             layout = found[axis.name].layout
             assert of.contains(found[axis.name]) is None
-            (rule,) = layout.compute
+            (rule,) = layout.activation_rules
             ways = math.prod(layout.sizes[name] for name in rule[1])
             assert ways == max(n for n in (2, 4, 8) if n <= most and axis.sizes[0] % n == 0)
-            assert layout.storage == (() if axis.is_data else (rule,))
+            assert layout.state_rules == (() if axis.is_data else (rule,))
 
 
 def test_a_beam_goes_on_from_the_next_best_until_nothing_is_left(space: Space) -> None:

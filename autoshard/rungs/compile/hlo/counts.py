@@ -22,7 +22,7 @@ class HloCounts:
         element elsewhere.
       matmul_flops: the part of `flops` that matrix products and convolutions take.
       matmul_flops_by_dtype: the same by the dtype of the left operand, sorted by name; f32
-        with how precisely it is multiplied (`precision.multiplied_as`).
+        with how precisely it is multiplied (`precision.effective_matmul_dtype`).
       transcendentals: the part of `flops` that are exp, tanh, sqrt and their like.
       bytes_accessed: bytes read from and written to the main memory.
       op_count: kernels launched, collectives and copies included.

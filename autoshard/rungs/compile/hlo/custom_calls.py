@@ -12,7 +12,7 @@ import re
 
 from autoshard.compat.xla import mosaic
 from autoshard.records.arithmetic import product_flops
-from autoshard.records.precision import multiplied_as
+from autoshard.records.precision import effective_matmul_dtype
 from autoshard.rungs.compile.hlo.flops import convolution_flops, precision_of
 from autoshard.rungs.compile.hlo.records import Computation, Instruction, Shape
 
@@ -31,8 +31,8 @@ class CallCost:
     """The work of one custom call.
 
     Attributes:
-      dtype: of the left operand of its matrix products, as `precision.multiplied_as` has it; of a
-        Pallas kernel, of its first operand that may be one.
+      dtype: of the left operand of its matrix products, as `precision.effective_matmul_dtype`
+        names it; of a Pallas kernel, of its first operand that may be one.
       matmul_flops: 2 a multiply-add; of a declared cost all but the transcendentals.
       element_flops: everything else, transcendentals included.
       bytes: declared memory traffic; None where operands and results tell.
@@ -79,7 +79,7 @@ def call_cost(instruction: Instruction, computation: Computation) -> CallCost | 
         return None
     if flops is None:
         return None
-    dtype = multiplied_as(shapes[0].dtype, *precision_of(instruction))
+    dtype = effective_matmul_dtype(shapes[0].dtype, *precision_of(instruction))
     return CallCost(dtype=dtype, matmul_flops=flops)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from autoshard.records.layout import MeshShape
-from autoshard.records.precision import multiplied_as
+from autoshard.records.precision import effective_matmul_dtype
 from autoshard.records.subaxes import places_of_axes
 from autoshard.records.trial import Collective
 from autoshard.records.work import Work
@@ -319,7 +319,7 @@ class Steps:
         flops = matmul_flops(instruction, computation)
         if flops is not None:
             left = computation.find(instruction.operands[0]).shape.dtype
-            inside.add_matmul(multiplied_as(left, *precision_of(instruction)), flops)
+            inside.add_matmul(effective_matmul_dtype(left, *precision_of(instruction)), flops)
             return
         flops = plain_flops(instruction, computation)
         inside.elements += flops
