@@ -117,7 +117,7 @@ class Rules:
         self, table: Table, spread: tuple[str, ...], names: Names, shape: tuple[int, ...]
     ) -> NamedSharding:
         stacked = len(shape) - len(names)
-        if names in self.layout.gather:
+        if names in self.layout.whole:
             return self._sharding([()] * len(shape))
         if self.layout.vectors_whole and len(names) == 1:
             table = {k: tuple(a for a in v if a not in spread) for k, v in table.items()}
