@@ -27,11 +27,11 @@ from absl import app, flags
 
 from autoshard.program.analysis import analyse
 from autoshard.program.program import trace
-from autoshard.records.trial import Estimate
+from autoshard.records.trial import COLLECTIVE_KINDS, Estimate
 from autoshard.rungs.propagate import Propagator
 from autoshard.space.meshes import mesh_shapes
 from autoshard.space.space import Space
-from autoshard.target.cost import KINDS, Constants, CostModel, LinkCost
+from autoshard.target.cost import Constants, CostModel, LinkCost
 from autoshard.target.host import machine
 from autoshard.workload import Workload
 from models import plain_gpt
@@ -114,7 +114,7 @@ def _constants() -> Constants:
         forms_reduce_scatter=True,
         links=tuple(
             LinkCost(kind=k, group_size=g, latency_s=1e-5, s_per_byte=1e-11)
-            for k in KINDS
+            for k in COLLECTIVE_KINDS
             for g in (2, 64)
         ),
         date="",
