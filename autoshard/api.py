@@ -122,8 +122,7 @@ def search(
         if not target.is_here:
             start_jax()
             budget = dataclasses.replace(budget, profiles=0)
-        told: list[Callback] = [shown, *callbacks]
-        callbacks = [harmless(callback) for callback in told]
+        callbacks = [harmless(shown), *map(harmless, callbacks)]
         limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
         def tell(done: int, text: str) -> None:

@@ -120,7 +120,7 @@ class Network:
                 raise TargetError(
                     f"no link of {self._topology.name} joins the devices of groups of"
                     f" {groups.shape[1]} over {axes} of the mesh {dict(mesh)}, expected one that"
-                    " does: correct the domains of the chip's links (docs/catalogue.md)"
+                    " does: correct the domains of the chip's links (docs/targets.md)"
                 )
             self._known[key] = spans
         return self._known[key]

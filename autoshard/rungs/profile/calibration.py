@@ -8,8 +8,7 @@ clock of the compiler's estimates and the rates of other dtypes than bf16 and f3
 Samples are taken in rounds over every probe, and the least of each counts: other work on the
 machine only ever adds time, and on a busy machine the medians of a probe and of the empty program
 that is subtracted from it can come in the wrong order. The least of a few seconds is luck too. It
-is drawn several times, and the median over the draws counts (`docs/decisions/0017`). `calibrations`
-keeps the result.
+is drawn several times, and the median over the draws counts. `calibrations` keeps the result.
 """
 
 import datetime
