@@ -25,7 +25,8 @@ from autoshard.lowering.problem import (
     trace_all,
 )
 from autoshard.plan.load import checked_plan
-from autoshard.plan.plan import Evidence, Plan
+from autoshard.plan.plan import Plan
+from autoshard.records.evidence import Evidence
 from autoshard.records.trial import Measurement, Stage
 from autoshard.report.progress import shown_progress
 from autoshard.rungs.profile.calibration_files import cost_model
@@ -121,8 +122,7 @@ def search(
         if not target.is_here:
             start_jax()
             budget = dataclasses.replace(budget, profiles=0)
-        told: list[Callback] = [shown, *callbacks]
-        callbacks = [harmless(callback) for callback in told]
+        callbacks = [harmless(shown), *map(harmless, callbacks)]
         limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
         def tell(done: int, text: str) -> None:

@@ -57,12 +57,12 @@ def main(argv: list[str]) -> None:
 
 def _baselines() -> dict[str, Any]:
     from experiments import sizes
-    from experiments.handwritten import rules, sized, steps
+    from experiments.handwritten import rules
 
-    decodes = _MODEL.value == "decoder"
-    case = sized.decoder_case(sizes.DECODER) if decodes else sized.mlp_case(sizes.MLP)
+    size = sizes.DECODER if _MODEL.value == "decoder" else sizes.MLP
     whole = rules.replicated(_DEVICES.value)
-    return {whole.name: whole, **steps.hand_steps(case, _DEVICES.value)}
+    found = rules.hand_layouts(_MODEL.value, size.model, _DEVICES.value)
+    return {whole.name: whole, **found}
 
 
 def _in_fresh_process(folder: pathlib.Path, baseline: str) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def _measure(baseline: str) -> dict[str, Any]:
 
     import autoshard
     from experiments import pairs, sizes, tasks
-    from experiments.handwritten import sized, steps
+    from experiments.handwritten import cases
+    from experiments.handwritten.step import prepare
 
     decodes = _MODEL.value == "decoder"
     task = tasks.decoder_task(sizes.DECODER) if decodes else tasks.mlp_task(sizes.MLP)
@@ -98,14 +99,16 @@ def _measure(baseline: str) -> dict[str, Any]:
     if decodes:
         model = dataclasses.replace(sizes.DECODER.model, remat=remat)
         size = dataclasses.replace(sizes.DECODER, model=model)
-        case = sized.decoder_case(size)
+        case = cases.decoder_case(size)
     else:
-        case = sized.mlp_case(sizes.MLP)
-    built = steps.build(case, _baselines()[baseline], jax.devices())
+        case = cases.mlp_case(sizes.MLP)
+    layout = _baselines()[baseline]
+    prepared = prepare(case, layout, layout.mesh(jax.devices()))
+    batch = jax.device_put(case.sample(0), prepared.batch)
 
     found = pairs.compare(
         pairs.stepper(plan.step, plan.init(), plan.put(next(task.batches("train", 0)))),
-        pairs.stepper(built.step, built.state, built.batch),
+        pairs.stepper(prepared.step, prepared.init(), batch),
         limit_s=_LIMIT.value,
     )
     return {

@@ -6,21 +6,18 @@ Question: what layout does the search find for a Llama-3-8B-class model, or a Mi
 Command: python -m experiments.plan_pod --model=llama3-8b --target=h100:8x8
          (needs pip install -e '.[train,cuda]', for TPUs '.[train,tpu]'; --target=v5p:4x4x4 or
          v5e:16x16)
-Cost: half a minute to two for GPUs on 2 cores (docs/pods.md has what each search took), the hand
-  layouts as much again; for TPUs libtpu takes about 80 CPU-seconds a program (0.5 s of 44 s are
-  passes over HLO, the rest makes machine code, which nothing here needs: a compiler that stopped
-  before it would do in a tenth of the time), so --compiles=6 four minutes on an idle machine, and
-  the hand layouts seven.
-Expected: the ranked table; the plan over every hand layout at most 1 (they are told to be equal
-  where they differ by less than 0.01 %).
+Cost: half a minute to two for GPUs on 2 cores, the hand layouts as much again. libtpu takes about
+  80 CPU-seconds a program: --compiles=6 four minutes on an idle machine, the hand layouts seven.
+Expected: the ranked table; the plan over every hand layout at most 1 ("equal" if they differ by
+  less than 0.01 %).
 
-Writes results/plan_pod/<model>-<target>.json, the plan and the journal beside the run; the names of
-a run with another --batch or --layers than the full size's say so. A run folder with a journal is
-gone on from, and its times are then marked as too short: give a new --run.
+Writes results/plan_pod/<model>-<target>.json, and the plan and the journal into the run folder. A
+run with another --batch or --layers than the full size's has them in its name. A run folder with a
+journal is resumed: its times are too short and are marked so. Give a new --run to measure them.
 """
 
-import dataclasses
 import json
+import os
 import pathlib
 import platform
 import time
@@ -29,18 +26,16 @@ from typing import Any
 import jax
 from absl import app, flags
 from rich.console import Console
-from rich.table import Table
 
 import autoshard
 from autoshard.compat.xla.compilers import compiler_version
-from autoshard.records.trial import Estimate, Failure
-from autoshard.records.words import mebibytes, seconds
+from autoshard.records.trial import Estimate
 from autoshard.rungs.profile.calibration_files import cost_model
 from autoshard.target.host import machine
 from autoshard.target.target import find_target
-from experiments import hand_judge, pod_sizes, pod_tasks
-from experiments.handwritten_pod.baselines import baselines
-from experiments.since_start import since_start_s
+from experiments import pod_by_hand, pod_sizes, pod_tasks
+from experiments.handwritten.cases import pod_case
+from experiments.handwritten.rules import pod_layouts
 
 _MODEL = flags.DEFINE_enum("model", "llama3-8b", sorted(pod_sizes.POD_SIZES), "What to plan.")
 _TARGET = flags.DEFINE_string("target", "h100:8x8", "Hardware; autoshard.targets() lists chips.")
@@ -54,9 +49,6 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the search.")
 _BY_HAND = flags.DEFINE_bool("by_hand", True, "Judge the hand layouts too.")
 _RUN = flags.DEFINE_string("run", "", "Run folder; by default runs/pod-<name of the figures>.")
 _OUT = flags.DEFINE_string("out", "results/plan_pod", "Folder of the figures; empty for none.")
-
-EQUAL = 1e-4
-"""Two programs are equal whose times differ by less: a few launches of kernels in seconds."""
 
 
 def main(argv: list[str]) -> None:
@@ -88,28 +80,24 @@ def main(argv: list[str]) -> None:
         journal=journal,
         seed=_SEED.value,
     )
-    elapsed_s = since_start_s()
+    cpu_s = sum(os.times()[:4])  # of this process and of the workers that ended
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     console.print(
-        f"Planned in {elapsed_s:.1f} s since the process was started"
-        f"{', with answers of an earlier run' if resumed else ''}.",
+        f"Planned with {cpu_s:.1f} CPU seconds of all processes, imports included"
+        f"{', and answers of an earlier run' if resumed else ''}.",
         highlight=False,
     )
     plan.save(str(run / "plan.json"))
-    figures = {**_figures(plan, size, overrides, elapsed_s), "resumed": resumed}
+    figures = {**_figures(plan, size, overrides, cpu_s), "resumed": resumed}
     if _BY_HAND.value:
-        hand_size = size.replace(**plan.knobs)
         begun = time.perf_counter()
-        by_hand = hand_judge.judged(
-            baselines(target.device_count, hand_size),
-            hand_size,
-            target,
-            cost_model(target),
-            run / "by_hand",
-        )
-        figures["by_hand"] = [_row(plan, n, outcome) for n, outcome in by_hand.items()]
+        layouts = pod_layouts(size.model, target.device_count)
+        case = pod_case(size.replace(**plan.knobs))
+        found = pod_by_hand.judged(case, layouts, target, cost_model(target))
+        limit = plan.evidence.memory_limit_bytes
+        figures["by_hand"] = pod_by_hand.rows(figures["predicted_s"], limit, found)
         figures["by_hand_s"] = time.perf_counter() - begun
-        console.print(_table(figures["by_hand"]))
+        console.print(pod_by_hand.table(figures["by_hand"]))
     if _OUT.value:
         folder = pathlib.Path(_OUT.value)
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,9 +109,9 @@ def main(argv: list[str]) -> None:
 
 
 def _figures(
-    plan: autoshard.Plan, size: pod_sizes.PodSize, overrides: dict[str, int], elapsed_s: float
+    plan: autoshard.Plan, size: pod_sizes.PodSize, overrides: dict[str, int], cpu_s: float
 ) -> dict[str, Any]:
-    """What the search found and cost, without the trials: those are in the plan file."""
+    """The plan, its cost and the finalists; the plan file has the other trials."""
     trials = plan.evidence.trials
     winner = plan.trial
     assert winner is not None and isinstance(winner.compiled, Estimate)
@@ -150,7 +138,8 @@ def _figures(
         "limit_bytes": plan.evidence.memory_limit_bytes,
         "candidates": plan.evidence.candidates,
         "compiles": len(counted),
-        "elapsed_s": {**plan.evidence.elapsed_s, "with_imports": elapsed_s},
+        "elapsed_s": plan.evidence.elapsed_s,
+        "cpu_s": cpu_s,
         "false_rejections": plan.evidence.false_rejections,
         "finalists": [
             {
@@ -158,10 +147,7 @@ def _figures(
                 "layout": trials[i].candidate.layout.to_json(),
                 "knobs": dict(trials[i].candidate.knobs),
                 **{
-                    rung: {
-                        k: getattr(estimate, k)
-                        for k in ("time_s", "compute_s", "communication_s", "peak_memory_bytes")
-                    }
+                    rung: pod_by_hand.times(estimate)
                     for rung, estimate in (
                         ("rung1", trials[i].propagated),
                         ("rung2", trials[i].compiled),
@@ -177,41 +163,6 @@ def _figures(
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def _row(plan: autoshard.Plan, name: str, outcome: Estimate | Failure) -> dict[str, Any]:
-    """One hand layout beside the plan."""
-    assert plan.trial is not None and isinstance(plan.trial.compiled, Estimate)
-    if isinstance(outcome, Failure):
-        return {"name": name, "verdict": outcome.kind, "message": outcome.message[:300]}
-    fits = outcome.peak_memory_bytes <= plan.evidence.memory_limit_bytes
-    ratio = plan.trial.compiled.time_s / outcome.time_s
-    verdict = "equal" if abs(ratio - 1) <= EQUAL else "met" if ratio < 1 else "missed"
-    return {
-        "name": name,
-        "verdict": verdict if fits else "does not fit",
-        "ratio": ratio,
-        **{
-            k: v
-            for k, v in dataclasses.asdict(outcome).items()
-            if k in ("time_s", "compute_s", "communication_s", "peak_memory_bytes")
-        },
-    }
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="the plan over hand layouts, by the target's own compiler")
-    for head in ("hand layout", "step", "memory", "plan / hand", "verdict"):
-        table.add_column(head)
-    for row in rows:
-        table.add_row(
-            row["name"],
-            seconds(row.get("time_s")),
-            mebibytes(row.get("peak_memory_bytes")),
-            f"{row['ratio']:.3f}" if "ratio" in row else "-",
-            str(row["verdict"]),
-        )
-    return table
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ Cost: 20 to 60 s a stored case. Adding one compiles --layouts programs by two wo
   on 8 H100 about 10 minutes on 2 cores.
 Expected: regret at most 0.5 points above the stored rung 1's, nothing that fits rejected.
 
-Rung 2's times stand in results/rung_agreement.jsonl.xz: a line for each case, with the times and
-peaks of the rung 1 of that day beside them. Added layouts are the baselines, then draws from the
-space by seed 0.
+results/rung_agreement.jsonl.xz has a line for each case: rung 2's times and peaks, and beside them
+those of the rung 1 of that day. Added layouts are the baselines, then draws from the space with
+seed 0.
 """
 
-import concurrent.futures
 import dataclasses
 import json
 import lzma
@@ -35,15 +34,13 @@ from autoshard.lowering.problem import SearchProblem, make_problem
 from autoshard.program.program import trace
 from autoshard.records.layout import Candidate
 from autoshard.records.trial import Estimate
-from autoshard.rungs.compile.estimate import estimate_of
-from autoshard.rungs.compile.job import CompileResult, compile_in_process, request_for
 from autoshard.rungs.profile.calibration_files import cost_model
 from autoshard.rungs.propagate import Propagator
 from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.space.baselines import baselines
 from autoshard.target.target import Target, find_target
 from autoshard.tuner.promotion import DEFAULT_LOWER_BOUND
-from experiments import pod_tasks
+from experiments import pod_tasks, rung2_now
 from experiments.pod_sizes import POD_SIZES
 from experiments.zoo.cases import CASES, case
 
@@ -179,33 +176,27 @@ def compiled(name: str, target_name: str, count: int) -> dict[str, Any]:
     subject, propagator = rung1.subject(())
     usable = target.memory_bytes
     limit = int(usable * 0.95)
-    points: list[dict[str, Any]] = []
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        jobs = []
-        for candidate in drawn(subject, count):
-            said = propagator.judge(subject.space, candidate.layout, rung1.cost)
-            if not isinstance(said, Estimate) or said.state_bytes > limit:
-                continue
-            analysis = subject.analysis_for(candidate.layout)
-            specs = minimal_constraints(analysis, subject.space.specs(candidate.layout))
-            module = lower_step(analysis, specs, target)
-            request = request_for(module, target, None, 900.0)
-            jobs.append((candidate, said, module, pool.submit(compile_in_process, request)))
-        for candidate, said, module, job in jobs:
-            outcome = job.result()
-            both = None
-            if isinstance(outcome, CompileResult):
-                both = estimate_of(module, outcome, rung1.cost)
-            fits = both is not None and both.peak_memory_bytes <= limit
-            points.append(
-                {
-                    "candidate": candidate.to_json(),
-                    "fits": fits,
-                    "rung1": _figures(said),
-                    "rung2": _figures(both) if both else None,
-                }
-            )
-            print(len(points), "of", len(jobs), flush=True)
+    asked, modules = [], []
+    for candidate in drawn(subject, count):
+        said = propagator.judge(subject.space, candidate.layout, rung1.cost)
+        if not isinstance(said, Estimate) or said.state_bytes > limit:
+            continue
+        analysis = subject.analysis_for(candidate.layout)
+        specs = minimal_constraints(analysis, subject.space.specs(candidate.layout))
+        asked.append((candidate, said))
+        modules.append(lower_step(analysis, specs, target))
+    points = []
+    outcomes = rung2_now.estimates(modules, target, rung1.cost, 900.0, log=print)
+    for (candidate, said), outcome in zip(asked, outcomes, strict=True):
+        rung2 = _figures(outcome) if isinstance(outcome, Estimate) else None
+        points.append(
+            {
+                "candidate": candidate.to_json(),
+                "fits": rung2 is not None and rung2["peak_memory_bytes"] <= limit,
+                "rung1": _figures(said),
+                "rung2": rung2,
+            }
+        )
     label = f"{name}-{target_name.replace(':', '-')}"
     return {
         "case": label,

@@ -15,7 +15,8 @@ samples, and
   seconds with the round of each in `rounds`, and `rung1` and `rung2`: the features that the rungs
   of that revision gave. Bytes, FLOPs and operation counts are those of one device.
 
-The times are real measurements. The features are old: they do not follow the code.
+The times are real measurements. The features are old: they do not follow the code. Commit c6546d8
+has the raw files (results/fidelity/*/sample.json) and the script that packed them.
 """
 
 import dataclasses
@@ -118,7 +119,7 @@ def roofline(
     file does not have the bytes of the batch. Communication time is the stored one.
 
     Args:
-      zero_bytes: memory traffic costs nothing: neither bytes nor fresh pages count.
+      zero_bytes: memory traffic and fresh pages cost no time. Communication time remains.
     """
     counts = program["rung2"]
     each_s = counts["flops"] / constants["contract_flops_per_s"]

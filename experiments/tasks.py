@@ -11,8 +11,8 @@ import optax
 
 from autoshard import Workload
 from autoshard.integrations.flax import TrainState, nnx_model, nnx_workload
-from experiments.seeds import seed_of
 from experiments.sizes import DecoderSize, MLPSize
+from experiments.zoo.case import seed_of
 from models import decoder, mlp, text
 
 Batch = Any  # a pytree of numpy arrays

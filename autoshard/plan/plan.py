@@ -1,10 +1,9 @@
 """Plan: the candidate that won, with the evidence, ready to run."""
 
 import contextlib
-import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any  # the user's own pytrees have no narrower type
 
 import jax
@@ -15,15 +14,21 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.compat.jaxpr.contexts import without_mesh
 from autoshard.compat.jaxpr.jaxprs import as_function
 from autoshard.compat.xla.stderr_capture import quiet
+from autoshard.compat.xla.versions import versions
 from autoshard.errors import PlanError
 from autoshard.lowering.lower import compilable_step, lower_step, shardings
 from autoshard.plan.donation import refuse_deleted
+from autoshard.plan.evaluation import Evaluation
+from autoshard.plan.file import PlanRecord, describe_program, describe_target, write_plan
+from autoshard.plan.verify import compared
 from autoshard.program.analysis import Analysis
 from autoshard.program.axes import Axes
 from autoshard.program.program import Leaf, Program, held_dtype
-from autoshard.records.layout import Candidate, Constraints, Layout, Spec
+from autoshard.records.evidence import Evidence, PlanSummary
+from autoshard.records.layout import Candidate, Layout, Spec
 from autoshard.records.module import Module
 from autoshard.records.trial import Trial
+from autoshard.report import describe
 from autoshard.rungs.profile.numerics import NumericsReport
 from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.space.space import Space
@@ -32,45 +37,6 @@ from autoshard.target.target import Target
 
 _LOOKED_AT = 2
 """Steps whose arrays are looked at one by one: those that follow come from the same places."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What a search learnt, in the order asked.
-
-    Attributes:
-      trials: every trial.
-      ranking: indices of the trials that may be planned, best first; the plan is the first.
-      ended: as of `driver.Found`.
-      target: the devices, in words.
-      memory_limit_bytes: what a device may use, headroom taken off.
-      elapsed_s: seconds by rung, and in all.
-      false_rejections: candidates rung 1 would have rejected and rung 2 found to fit.
-      correction: factors the measurements put on predicted compute and communication.
-      notes: sentences a reader should know (synthetic batches, dropped rules).
-      axes: (name, size, where) of each logical axis.
-      constants_digest: of the calibration.
-      compiles: the most programs that rung 2 could compile; 0 in files that do not say it.
-    """
-
-    trials: tuple[Trial, ...] = ()
-    ranking: tuple[int, ...] = ()
-    ended: str = "finished"
-    target: str = ""
-    memory_limit_bytes: int = 0
-    elapsed_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    false_rejections: int = 0
-    correction: tuple[float, float] = (1.0, 1.0)
-    notes: tuple[str, ...] = ()
-    axes: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
-    constants_digest: str = ""
-    compiles: int = 0
-    created: str = ""
-
-    @property
-    def candidates(self) -> int:
-        """How many layouts were judged, the same in other words counted once."""
-        return len({t.candidate.with_constraints(Constraints.USUAL) for t in self.trials})
 
 
 class Plan:
@@ -161,8 +127,18 @@ class Plan:
     @property
     def trial(self) -> Trial | None:
         """The winner's trial."""
-        ranking = self.evidence.ranking
-        return self.evidence.trials[ranking[0]] if ranking else None
+        return self.evidence.winner
+
+    @property
+    def summary(self) -> PlanSummary:
+        """What `str` prints: the plan as plain data."""
+        return PlanSummary(
+            evidence=self.evidence,
+            layout=self.layout,
+            target=self._target.describe(),
+            is_here=self._target.is_here,
+            labels={axis.name: axis.label for axis in self.axes.axes},
+        )
 
     @property
     def specs(self) -> Specs:
@@ -336,10 +312,8 @@ class Plan:
         what it returns is replicated. Each shape is compiled once; the programs of the last 16
         shapes are kept.
         """
-        from autoshard.plan.evaluation import Evaluation
-
         self._must_be_here()
-        return Evaluation(function, self)
+        return Evaluation(function, self._analysis, self._specs, self.layout, self.mesh)
 
     def check(self, steps: int = 2, seed: int = 0) -> NumericsReport:
         """Compares the step with the unsharded one, from one initial state, on these devices.
@@ -361,8 +335,6 @@ class Plan:
           PlanError: a leaf differs by more, or the unsharded step does not run.
         """
         self._must_be_here()
-        from autoshard.plan.verify import compared
-
         return compared(self.program, self._target, self.lower(), steps=steps, seed=seed)
 
     def lower(self) -> Module:
@@ -371,14 +343,20 @@ class Plan:
 
     def save(self, path: str) -> None:
         """Writes the plan as JSON, whole or not at all; `autoshard.load_plan` reads it."""
-        from autoshard.plan.file import write_plan
-
-        write_plan(self, path)
+        record = PlanRecord(
+            candidate=self.candidate,
+            program=describe_program(self.program, self.digest),
+            target=describe_target(self._target),
+            versions=versions(),
+            fixed_leaves=self.fixed_leaves,
+            fixed_axes=self.fixed_axes,
+            evidence=self.evidence,
+            keep_constraints=self.keep_constraints,
+        )
+        write_plan(record, path)
 
     def __str__(self) -> str:
-        from autoshard.report import describe
-
-        return describe(self)
+        return describe(self.summary)
 
     def __repr__(self) -> str:
         return f"<Plan {self.layout.to_json()} knobs={self.knobs}>"

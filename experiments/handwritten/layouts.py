@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+"""A mesh of live devices, of a topology's devices, or of none."""
 Names: TypeAlias = tuple[str | None, ...]
 """One axis name or None for each dimension of an array."""
 Table: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -24,35 +26,40 @@ class HandLayout:
       name: as tables print it.
       axes: names and sizes of the mesh axes, major to minor.
       activations: of activations and of the batch.
-      params: of parameters, and of what the optimizer keeps in their shapes, at rest.
-      whole_up_to: axis name -> size up to which a parameter's dimension of this name stays whole.
-      spread: mesh axes of FSDP. Where the table gives a parameter none of them, they divide its
-        largest dimension that is whole and that they divide (big_vision's rule). Layers that are
-        stacked stay whole.
-      spread_moments: as `spread`, of what the optimizer keeps alone (ZeRO-1).
-      vectors_whole: parameters of one dimension keep off the axes of `spread`.
-      renamed: names of an activation, all of them -> other names; for dimensions that the model
-        leaves without a name, or names as it does others.
-      renamed_params: the same of a parameter.
-      first: names of an activation -> names as which it is laid out first, before its own.
-      gradients_apart: mesh axes whose devices compute the gradients of their part of the batch each
-        by itself, inside `jax.shard_map`, where nothing else is divided (see `apart`).
-      batch: key of a batch leaf -> names; any other leaf is ("batch", None, ...).
+      params: of parameters and of the optimizer's moments, at rest.
+      gathered: of parameters during a step, if each is gathered once before the first layer; None
+        if the partitioner gathers each layer's parameters when the layer runs.
+      whole: parameters of these names stay whole.
+      spread: mesh axes of FSDP. A parameter to which the table gives none of them is divided along
+        its largest dimension that is whole and that they divide (big_vision's rule). The dimension
+        of stacked layers stays whole.
+      spread_moments: as `spread`, for the optimizer's moments alone (ZeRO-1).
+      vectors_whole: the axes of `spread` divide no parameter of one dimension.
+      gradients_apart: mesh axes whose devices compute the gradients of their part of the batch
+        alone, inside `jax.shard_map`; nothing else is divided then (see `apart`).
     """
 
     name: str
     axes: tuple[tuple[str, int], ...]
     activations: Table = dataclasses.field(default_factory=dict)
     params: Table = dataclasses.field(default_factory=dict)
-    whole_up_to: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    gathered: Table | None = None
+    whole: tuple[Names, ...] = ()
     spread: tuple[str, ...] = ()
     spread_moments: tuple[str, ...] = ()
     vectors_whole: bool = False
-    renamed: Mapping[Names, Names] = dataclasses.field(default_factory=dict)
-    renamed_params: Mapping[Names, Names] = dataclasses.field(default_factory=dict)
-    first: Mapping[Names, Names] = dataclasses.field(default_factory=dict)
     gradients_apart: tuple[str, ...] = ()
-    batch: Mapping[str, Names] = dataclasses.field(default_factory=dict)
+
+    def mesh(self, devices: Sequence[jax.Device]) -> Mesh:
+        """The mesh on devices, live or of a topology, ordered as `jax.make_mesh` does."""
+        names, sizes = zip(*self.axes, strict=True)
+        types = (AxisType.Auto,) * len(names)
+        return jax.make_mesh(sizes, names, axis_types=types, devices=tuple(devices))
+
+    def abstract_mesh(self) -> AbstractMesh:
+        """The mesh without devices."""
+        names, sizes = zip(*self.axes, strict=True)
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,84 +67,68 @@ class Rules:
     """A layout on its mesh: turns axis names into shardings."""
 
     layout: HandLayout
-    mesh: Mesh
-
-    @staticmethod
-    def on(layout: HandLayout, devices: list[jax.Device]) -> "Rules":
-        names, sizes = zip(*layout.axes, strict=True)
-        types = (AxisType.Auto,) * len(names)
-        return Rules(layout, jax.make_mesh(sizes, names, axis_types=types, devices=devices))
+    mesh: AnyMesh
 
     def param(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
         """How a parameter lies in memory between steps.
 
         Args:
-          names: of its last dimensions; those before them are of stacked layers.
+          names: of its last dimensions; dimensions of stacked layers come first and have none.
         """
-        layout, stacked = self.layout, len(shape) - len(names)
-        names = layout.renamed_params.get(names, names)
-        names = tuple(
-            None if name and size <= layout.whole_up_to.get(name, 0) else name
-            for name, size in zip(names, shape[stacked:], strict=True)
-        )
-        spread = set(layout.spread)
-        if layout.vectors_whole and len(names) == 1:
-            table = {k: tuple(a for a in v if a not in spread) for k, v in layout.params.items()}
-            return self._sharding(self._divided(table, (None,) * stacked + names, shape))
-        spec = self._divided(layout.params, (None,) * stacked + names, shape)
-        if spread and not spread & {axis for axes in spec for axis in axes}:
-            count = self._count(layout.spread)
-            free = [i for i in range(stacked, len(shape)) if not spec[i] and shape[i] % count == 0]
-            if free:
-                spec[max(free, key=lambda i: shape[i])] = layout.spread
-        return self._sharding(spec)
+        return self._param(self.layout.params, self.layout.spread, names, shape)
 
     def moment(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
-        """How what the optimizer keeps in a parameter's shape lies in memory between steps."""
+        """How the optimizer's moment of a parameter lies in memory between steps."""
         spread = self.layout.spread + self.layout.spread_moments
-        return Rules(dataclasses.replace(self.layout, spread=spread), self.mesh).param(names, shape)
+        return self._param(self.layout.params, spread, names, shape)
+
+    def used(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
+        """How a parameter lies during a step, under a layout that gathers once."""
+        return self._param(self.layout.gathered or {}, (), names, shape)
 
     def activation(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
         """How an activation of this shape is sharded."""
-        names = self.layout.renamed.get(names, names)
         return self._sharding(self._divided(self.layout.activations, names, shape))
 
-    def batch(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
-        """How the batch leaf of this key is sharded.
+    def batch(self, shape: tuple[int, ...], accumulate: int = 1) -> NamedSharding:
+        """How a leaf of the batch is sharded.
 
         Raises:
-          ValueError: the devices that share the batch do not divide it.
+          ValueError: a part of the batch does not divide over the devices that share it.
         """
-        names = self.layout.batch.get(key, ("batch",) + (None,) * (len(shape) - 1))
-        spec = self._divided(self.layout.activations, names, shape)
-        for name, axes, size in zip(names, spec, shape, strict=True):
-            wanted = self._count(self.layout.activations.get(name, ()) if name else ())
-            if self._count(axes) != wanted:
-                raise ValueError(
-                    f"{self.layout.name}: dimension {name!r} of batch leaf {key!r}, {shape}, is "
-                    f"divided by {wanted}: expected a multiple of it, got {size}"
-                )
-        return self._sharding(spec)
-
-    def batch_of(self, batch: Any) -> Any:
-        """A sharding for each leaf of a batch, or of its shapes."""
-
-        def key_of(path: tuple[Any, ...]) -> str:
-            return str(path[-1].key) if path else ""  # a batch may be one array
-
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: self.batch(key_of(path), x.shape), batch
-        )
+        axes = [a for a in self.layout.activations.get("batch", ()) if a in self.mesh.shape]
+        parts = self._count(axes) * accumulate
+        if shape[0] % parts:
+            raise ValueError(
+                f"{self.layout.name}: a batch of {shape[0]} in {accumulate} parts must divide over "
+                f"the {self._count(axes)} devices of the mesh axes {axes}: choose a batch that is "
+                f"a multiple of {parts}"
+            )
+        return self.activation(("batch",) + (None,) * (len(shape) - 1), shape)
 
     def constrain(self, x: jax.Array, names: Names) -> jax.Array:
         """The `Constrain` hook of the models."""
-        if names in self.layout.first:
-            first = self.activation(self.layout.first[names], x.shape)
-            x = jax.lax.with_sharding_constraint(x, first)
         return jax.lax.with_sharding_constraint(x, self.activation(names, x.shape))
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
+
+    def _param(
+        self, table: Table, spread: tuple[str, ...], names: Names, shape: tuple[int, ...]
+    ) -> NamedSharding:
+        stacked = len(shape) - len(names)
+        if names in self.layout.whole:
+            return self._sharding([()] * len(shape))
+        if self.layout.vectors_whole and len(names) == 1:
+            table = {k: tuple(a for a in v if a not in spread) for k, v in table.items()}
+            spread = ()
+        spec = self._divided(table, (None,) * stacked + names, shape)
+        if spread and not {*spread} & {axis for axes in spec for axis in axes}:
+            count = self._count(spread)
+            free = [i for i in range(stacked, len(shape)) if not spec[i] and shape[i] % count == 0]
+            if free:
+                spec[max(free, key=lambda i: shape[i])] = spread
+        return self._sharding(spec)
 
     def _divided(self, table: Table, names: Names, shape: tuple[int, ...]) -> Spec:
         spec: Spec = []
@@ -147,14 +138,14 @@ class Rules:
             for axis in table.get(name, ()) if name else ():
                 if axis in used or axis not in self.mesh.shape:
                     continue  # a mesh axis divides one dimension, the first that asks for it
-                # What does not divide stays whole, as key-value heads fewer than the mesh axis.
+                # Key-value heads fewer than the mesh axis stay whole, as in Megatron.
                 if size % self._count((*taken, axis)) == 0:
                     taken = (*taken, axis)
             used.update(taken)
             spec.append(taken)
         return spec
 
-    def _count(self, axes: tuple[str, ...]) -> int:
+    def _count(self, axes: Iterable[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes if axis in self.mesh.shape)
 
     def _sharding(self, spec: Spec) -> NamedSharding:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import autoshard
 from autoshard.integrations.flax import linen_workload, nnx_workload
-from experiments.seeds import seed_of
 
 Kind = Literal["nnx", "linen", "plain"]
 
@@ -86,3 +86,9 @@ class Case:
 
     def _of_key(self, key: jax.Array) -> Any:
         return self.sample(seed_of(key))
+
+
+def seed_of(key: jax.Array) -> int:
+    """A seed for numpy from a JAX key, typed or raw, that a Workload's `sample` is given."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return int(np.asarray(jax.random.key_data(key) if typed else key).ravel()[-1])

@@ -1,6 +1,7 @@
 """The parts of the GPU check that need no GPU."""
 
 import dataclasses
+import types
 
 import pytest
 
@@ -30,6 +31,19 @@ def test_measured_rates_go_into_a_catalogue_file(tmp_path) -> None:
 def test_a_gpu_that_is_not_in_the_catalogue_is_named() -> None:
     with pytest.raises(SystemExit, match="GeForce 256"):
         gpu_check.chip_of("GeForce 256")
+
+
+def test_a_module_is_compiled_once_for_two_searches() -> None:
+    asked = []
+
+    def compile_(request):
+        asked.append(request.module.stablehlo)
+
+    with gpu_check.Once() as once:
+        for text in (b"one", b"one", b"another"):
+            module = types.SimpleNamespace(stablehlo=text)
+            once.submit(compile_, types.SimpleNamespace(module=module)).result()
+    assert asked == [b"one", b"another"]
 
 
 def test_rows_of_other_programs_stay(tmp_path) -> None:

@@ -1,226 +1,230 @@
-"""The hand-written layouts: which there are, what they divide; they import no autoshard."""
+"""Layouts by hand: their names, their shardings, and that each computes the unsharded step."""
 
 import dataclasses
+import functools
 import math
 import re
-import subprocess
-import sys
+from typing import NamedTuple
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from experiments import sizes
-from experiments.handwritten import rules, sized, steps
+from autoshard.records.trial import Estimate, Failure
+from autoshard.rungs.compile import hlo
+from autoshard.target.cost import CostModel
+from autoshard.target.target import find_target
+from experiments import pod_by_hand, sizes
+from experiments.handwritten import cases, rules
 from experiments.handwritten.layouts import HandLayout, Rules
-from experiments.zoo.cases import CASES, case
-from tests.experiments.hand_layouts import of, specs
+from experiments.handwritten.parameters import names_of
+from experiments.handwritten.step import prepare, train_step
+from experiments.pod_sizes import LLAMA3, LLAMA3_TINY, MIXTRAL, MIXTRAL_TINY
+from models.decoder import DecoderConfig
+from models.mlp import MLPConfig
+from tests.analysed import CONSTANTS
+from tests.compiled import compiled
+
+# Float32, so that routing is the same under every layout; short, and layers of a number of its own.
+SHORT = {"dtype": "float32", "sequence": 32, "layers": 3, "attention": "full", "remat": "none"}
+DENSE = LLAMA3_TINY.replace(**SHORT)
+CASES = {
+    "llama3": cases.pod_case(DENSE),
+    "llama3 in 2 parts": cases.pod_case(DENSE.replace(accumulate=2)),
+    "mixtral": cases.pod_case(MIXTRAL_TINY.replace(**SHORT, group=16, loss_parts=1)),
+    "mlp": cases.mlp_case(sizes.MLPSize(model=MLPConfig(width=64, layers=4), batch_size=16)),
+}
+LAYOUTS = {
+    name: {**rules.pod_layouts(case.config, 8), **rules.hand_layouts(case.family, case.config, 8)}
+    for name, case in CASES.items()
+}
+# One of each kind of step and of rules; a layout takes 2 to 10 seconds to compile.
+RUN = [
+    ("mlp", "data parallel, optimizer divided"),
+    ("llama3", "fsdp x tensor parallel 4x2"),
+    ("llama3", "data parallel, gradients apart, optimizer divided"),
+    ("mixtral", "distributed optimizer x tensor parallel 4x2"),
+]
+SLOWLY = [
+    ("mlp", "fsdp, vectors whole"),
+    ("mlp", "fsdp x tensor parallel 4x2"),
+    ("mlp", "tensor parallel"),
+    ("llama3", "data parallel"),
+    ("llama3", "fsdp"),
+    ("llama3", "data x tensor parallel 4x2"),
+    ("llama3", "distributed optimizer"),
+    ("llama3", "jax cookbook fsdp"),
+    ("llama3", "maxtext fsdp x tensor 4x2"),
+    ("llama3 in 2 parts", "data parallel"),
+    ("mixtral", "fsdp x tensor parallel 2x4"),
+    ("mixtral", "maxtext fsdp x expert 2x4"),
+    ("mixtral", "maxtext fsdp x expert 2x4 by batch"),
+]
 
 
-def test_the_layouts_of_8_devices():
-    fsdp = ["fsdp", "fsdp, vectors whole"]
-    everywhere = ["data parallel", "data parallel, optimizer divided", *fsdp]
-    tensor = [
-        "tensor parallel",
-        *(
-            f"{other} x tensor parallel {shape}"
-            for other in ("data", "fsdp")
-            for shape in ("4x2", "2x4")
-        ),
+class Ran(NamedTuple):
+    loss: float
+    moments: object
+    text: str
+
+
+@functools.cache
+def initial(model):
+    _, init = train_step(CASES[model], None)
+    return jax.device_get(compiled(init)())
+
+
+def two_steps(step, state, batch):
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    return float(metrics["loss"]), jax.device_get(state["opt_state"][0].mu), state
+
+
+@functools.cache
+def unsharded(model):
+    """Loss and moments after two steps without a layout, in one part."""
+    step, _ = train_step(dataclasses.replace(CASES[model], accumulate=1), None)
+    batch = CASES[model].sample(0)
+    run_step = compiled(step, initial(model), batch)
+    loss, moments, _ = two_steps(run_step, initial(model), batch)
+    return loss, moments
+
+
+@functools.cache
+def run(model, name):
+    layout = LAYOUTS[model][name]
+    prepared = prepare(CASES[model], layout, layout.mesh(jax.devices()))
+    state = jax.device_put(initial(model), prepared.state)
+    batch = jax.device_put(CASES[model].sample(0), prepared.batch)
+    run_step = compiled(prepared.step, *prepared.args)
+    loss, moments, state = two_steps(run_step, state, batch)
+    assert jax.tree.map(lambda x: x.sharding, state) == prepared.state
+    return Ran(loss, moments, run_step.as_text())
+
+
+def specs(model, name, part="params"):
+    """Leaf of a part of the state -> its spec."""
+    layout = LAYOUTS[model][name]
+    state = prepare(CASES[model], layout, layout.abstract_mesh()).state[part]
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): tuple(x.spec) for path, x in leaves}
+
+
+def gathered(text):
+    return re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", text)
+
+
+def collectives(model, name):
+    """(kind, how often a step does it) of each collective."""
+    axes = LAYOUTS[model][name].axes
+    found = hlo.count(hlo.parse(run(model, name).text), axes).collectives
+    return [(one.kind, one.count) for one in found]
+
+
+def test_the_layouts_of_8_devices() -> None:
+    """Megatron refuses 8 devices for 4 heads."""
+    everywhere = [
+        "data parallel",
+        "data parallel, optimizer divided",
+        "fsdp",
+        "fsdp, vectors whole",
     ]
-    megatron = [*everywhere, *tensor]
-    # Four heads are not divided by eight devices: Megatron refuses.
-    few_heads = [name for name in megatron if name != "tensor parallel"]
+    tensor = [f"{x} x tensor parallel {y}" for x in ("data", "fsdp") for y in ("4x2", "2x4")]
     apart = [f"data parallel, gradients apart{x}" for x in ("", ", optimizer divided")]
-    maxtext = ["maxtext fsdp", *(f"maxtext fsdp x tensor {shape}" for shape in ("4x2", "2x4"))]
-    experts = [
-        f"maxtext fsdp x expert {shape}{end}"
-        for shape in ("4x2", "2x4", "1x8")
-        for end in ("", " by batch")
+    maxtext = ["maxtext fsdp", "maxtext fsdp x tensor 4x2", "maxtext fsdp x tensor 2x4"]
+    megatron = [*everywhere, "tensor parallel", *tensor]
+    one_host = [*megatron, *apart, "jax cookbook fsdp", *maxtext]
+    decoder = sizes.DECODER.model
+    assert list(rules.hand_layouts("mlp", sizes.MLP.model, 8)) == megatron
+    assert list(rules.hand_layouts("decoder", decoder, 8)) == one_host
+    few_heads = dataclasses.replace(decoder, heads=4, kv_heads=4)
+    refused = set(one_host) - set(rules.hand_layouts("decoder", few_heads, 8))
+    assert refused == {"tensor parallel"}
+    on_pods = [
+        *("data parallel", "fsdp", "fsdp x tensor parallel 4x2", "fsdp x tensor parallel 2x4"),
+        "distributed optimizer",
+        *(f"distributed optimizer x tensor parallel {x}" for x in ("4x2", "2x4")),
+        *maxtext,
     ]
-    images = ("resnet50", "resnet152", "linen_resnet", "unet")
-    own = {
-        "decoder": [*megatron, *apart, "jax cookbook fsdp", *maxtext],
-        **{x: [*megatron, *apart] for x in ("recurrent", "linen_recurrent")},
-        **dict.fromkeys(("vit", "linen_vit", "clip"), few_heads),
-        "moe": [*megatron, *apart, *maxtext, "expert parallel", *experts],
-        **{
-            x: [name for name in few_heads if "optimizer divided" not in name] + more
-            for x, more in (("encoder_decoder", apart[:1]), ("plain_gpt", ["jax cookbook fsdp"]))
-        },
-        "recommender": [
-            *everywhere,
-            "tables by rows",
-            "large tables by rows, small ones whole",
-            "tables by columns, exchanged at once",
-        ],
-        "graph_network": [*everywhere, "edge parallel"],
-        **{x: [*everywhere, "data x spatial 4x2"] for x in images},
-    }
-    for name in CASES:
-        assert list(steps.hand_steps(case(name, "small"), 8)) == own.get(name, megatron), name
+    assert list(rules.pod_layouts(LLAMA3.model, 8)) == on_pods
+    experts = [
+        f"maxtext fsdp x expert {x}{y}" for x in ("4x2", "2x4", "1x8") for y in ("", " by batch")
+    ]
+    assert list(rules.pod_layouts(MIXTRAL.model, 8)) == [*on_pods, *experts]
 
 
-def test_a_model_is_divided_by_as_many_devices_as_divide_the_heads_of_all_its_towers():
-    clip = case("clip", "shrunk")  # 12 heads and 8
-    names = [list(steps.hand_steps(clip, n)) for n in (4, 8)]
-    assert ["tensor parallel" in some for some in names] == [True, False]
-    assert ["data x tensor parallel 2x4" in some for some in names] == [False, True]
-    assert "data x tensor parallel 2x8" not in steps.hand_steps(clip, 16)
-    assert "data x tensor parallel 2x8" in steps.hand_steps(case("decoder", "small"), 16)
+@pytest.mark.parametrize(
+    ("model", "name"), [*RUN, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOWLY)]
+)
+def test_every_layout_computes_what_the_unsharded_step_does(model: str, name: str) -> None:
+    loss, moments = unsharded(model)
+    np.testing.assert_allclose(run(model, name).loss, loss, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_less(np.linalg.norm(a - b), 1e-3 * np.linalg.norm(b)),
+        run(model, name).moments,
+        moments,
+    )
 
 
-def test_every_case_has_layouts_and_no_other():
-    assert sorted(rules.HAND_LAYOUTS) == sorted(CASES)
-    unknown = dataclasses.replace(case("vit", "small"), name="unknown")
-    with pytest.raises(ValueError, match="no hand layouts for 'unknown': expected one of"):
-        steps.hand_steps(unknown, 8)
-
-
-@pytest.mark.parametrize("devices", [4, 8])
-@pytest.mark.parametrize("name", CASES)
-def test_fsdp_divides_all_that_divides(name, devices):
-    leaves = specs(name, "fsdp", devices, "shrunk")
-    assert any("['params']" in path for path in leaves)
-    for path, (shape, part, _) in leaves.items():
-        if "['params']" in path:
-            layers = 1 if re.search(r"\['layers'\]\['|_L", path) else 0  # stacked ones stay whole
-            divides = any(size % devices == 0 for size in shape[layers:])
-            assert math.prod(shape) == math.prod(part) * (devices if divides else 1), path
-    whole = specs(name, "fsdp, vectors whole", devices, "shrunk")
-    for path, (shape, part, _) in whole.items():
-        if "['params']" in path and (len(shape) == 1 or "norm" in path):
-            assert part == shape, path
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_layout_reaches_the_activations(name):
-    chosen = case(name, "small")
-    layout = steps.hand_steps(chosen, 8)["data parallel"]
-    prepared = steps.prepare(chosen, layout, jax.devices())
-    lowered = prepared.step.lower(jax.eval_shape(prepared.init), chosen.batch())
-    assert "sharding_constraint" in lowered.as_text()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_layout_of_a_shrunk_model_divides_its_state_or_its_batch(name):
-    chosen = case(name, "shrunk")
-    for devices in (4, 8):
-        for layout in steps.hand_steps(chosen, devices).values():
-            if layout.params:
-                leaves = specs(name, layout.name, devices, "shrunk").values()
-                assert any(shape != part for shape, part, _ in leaves), layout.name
-            laid = Rules.on(layout, jax.devices()[:devices])
-            for path, x in jax.tree_util.tree_leaves_with_path(chosen.batch()):
-                key = path[-1].key if path else ""
-                names = layout.batch.get(key, ("batch",))
-                divided = any(layout.activations.get(name) for name in names)
-                part = laid.batch(key, x.shape).shard_shape(x.shape)
-                assert (part != x.shape) == divided, (layout.name, key)
-
-
-def test_tables_of_fewer_rows_than_examples_are_whole():
-    leaves = specs("recommender", "large tables by rows, small ones whole", scale="shrunk")
-    parts = {
-        path: (shape[0], part[0])
-        for path, (shape, part, _) in leaves.items()
-        if "['tables']" in path and "['params']" in path
-    }
-    assert len(parts) == 26
-    for path, (rows, held) in parts.items():
-        assert held == (rows // 8 if rows > rules.SMALL_TABLE else rows), path
-    assert {24, 40, 96} < {rows for rows, held in parts.values() if rows == held}
-    assert case("recommender", "shrunk").batch_size == rules.SMALL_TABLE
-
-
-def test_megatron_divides_heads_mlp_and_vocabulary():
-    both = specs("decoder", "fsdp x tensor parallel 2x4")
-    assert both["['params']['layers']['mlp']['gate']"][2] == P(None, "data", "model")
-    assert both["['params']['layers']['mlp']['down']"][2] == P(None, "model", "data")
-    assert both["['opt_state'][0].mu['layers']['mlp']['down']"][2] == P(None, "model", "data")
-    wide = specs("decoder", "tensor parallel")
-    assert wide["['params']['layers']['attention']['query']"][2] == P(None, None, "model", None)
+def test_the_state_is_sharded_as_named() -> None:
+    layers = "['layers']"
+    fsdp = specs("llama3", "fsdp")
+    assert fsdp[f"{layers}['mlp']['down']"] == (None, None, "data")
+    assert fsdp["['norm']['scale']"] == ("data",)
+    assert all(any(spec) for spec in fsdp.values())
+    assert specs("llama3", "distributed optimizer") == fsdp  # at rest
+    both = specs("llama3", "fsdp x tensor parallel 4x2", "opt_state")
+    assert both[f"[0].nu{layers}['mlp']['gate']"] == (None, "data", "model")
+    assert both["[0].count"] == ()
+    wide = specs("llama3", "tensor parallel")
+    assert wide[f"{layers}['attention']['query']"] == (None, None, "model", None)
     # 4 key-value heads do not divide by 8.
-    assert wide["['params']['layers']['attention']['key']"][2] == P(None, None, None, None)
-    assert wide["['params']['embedding']"][2] == P("model", None)
-    classical = specs("decoder", "data x tensor parallel 2x4")
-    assert classical["['params']['layers']['mlp']['gate']"][2] == P(None, None, "model")
-    assert classical["['opt_state'][0].mu['layers']['mlp']['down']"][2] == P(None, "model", None)
-    assert list(steps.hand_steps(of("decoder"), 4)).count("data x tensor parallel 2x2") == 1
-    wide = specs("mlp", "tensor parallel")
-    assert wide["['params']['layers'][0]['kernel']"][2] == P(None, "model")
-    assert wide["['params']['layers'][1]['kernel']"][2] == P("model", None)
+    assert wide[f"{layers}['attention']['key']"] == (None,) * 4
+    divided = specs("mlp", "tensor parallel")
+    assert divided[f"{layers}[0]['kernel']"] == (None, "model")
+    assert divided[f"{layers}[1]['kernel']"] == ("model", None)
 
 
-def test_jax_s_cookbook_divides_the_stream_and_what_comes_out_of_heads_by_these():
-    leaves = specs("decoder", "jax cookbook fsdp")
-    layer = "['params']['layers']"
-    for path, spec in {
-        f"{layer}['attention']['query']": P(None, "fsdp", None, None),
-        f"{layer}['attention']['key']": P(None, "fsdp", None, None),
-        f"{layer}['attention']['out']": P(None, "fsdp", None, None),
-        f"{layer}['mlp']['up']": P(None, "fsdp", None),
-        f"{layer}['mlp']['down']": P(None, None, "fsdp"),
-        f"{layer}['mlp_norm']['scale']": P(None, None),
-        "['params']['embedding']": P(None, None),
-        "['params']['head']": P("fsdp", None),
-        "['opt_state'][0].mu['head']": P("fsdp", None),
-    }.items():
-        assert leaves[path][2] == spec, path
-    plain = specs("plain_gpt", "jax cookbook fsdp", devices=4)
-    whole = {path for path, (shape, part, _) in plain.items() if shape == part}
-    assert {path for path in whole if "_bias_" not in path and "_scale_" not in path} == {
-        "['step']",
-        "['params']['embedding_VD']",
-        "['params']['positions_TD']",
+def test_jax_s_cookbook_divides_the_stream_and_what_comes_out_of_heads_by_these() -> None:
+    leaves = specs("llama3", "jax cookbook fsdp")
+    layer = "['layers']"
+    assert {path: leaves[path] for path in leaves if "['value']" not in path} == {
+        f"{layer}['attention']['query']": (None, "fsdp", None, None),
+        f"{layer}['attention']['key']": (None, "fsdp", None, None),
+        f"{layer}['attention']['out']": (None, "fsdp", None, None),
+        f"{layer}['mlp']['gate']": (None, "fsdp", None),
+        f"{layer}['mlp']['up']": (None, "fsdp", None),
+        f"{layer}['mlp']['down']": (None, None, "fsdp"),
+        f"{layer}['attention_norm']['scale']": (None, None),
+        f"{layer}['mlp_norm']['scale']": (None, None),
+        "['norm']['scale']": (None,),
+        "['embedding']": (None, None),
+        "['head']": ("fsdp", None),
     }
-    assert not any("_bias_" in path or "_scale_" in path for path in set(plain) - whole)
 
 
-def test_maxtext_divides_the_width_at_rest_and_heads_mlp_and_vocabulary():
-    laid = specs("decoder", "maxtext fsdp x tensor 4x2")
-    gate, norm = (f"['params']['layers']['{x}" for x in ("mlp']['gate']", "mlp_norm']['scale']"))
-    assert laid[gate][2] == P(None, "fsdp", "tensor")
-    assert laid[norm][2] == P(None, "tensor")
-    assert laid["['params']['embedding']"][2] == P("tensor", "fsdp")
-    assert specs("decoder", "maxtext fsdp")[gate][2] == P(None, "fsdp", None)
+def test_maxtext_divides_the_width_at_rest_and_heads_mlp_and_vocabulary() -> None:
+    laid = specs("llama3", "maxtext fsdp x tensor 4x2")
+    assert laid["['layers']['mlp']['gate']"] == (None, "fsdp", "tensor")
+    assert laid["['layers']['mlp_norm']['scale']"] == (None, "tensor")
+    assert laid["['embedding']"] == ("tensor", "fsdp")
+    experts = specs("mixtral", "maxtext fsdp x expert 2x4")
+    assert experts["['layers']['experts']['up']"] == (None, "expert", "fsdp", None)
+    # The expert axis divides other parameters as fsdp does.
+    query = experts["['layers']['attention']['query']"]
+    assert query == (None, ("fsdp", "expert"), None, None)
 
 
-def test_experts_are_divided_as_gshard_and_as_maxtext_do():
-    up, query = (
-        f"['params']['layers']{x}" for x in ("['experts']['up']", "['attention']['query']")
+def test_a_parameter_of_one_dimension_and_one_that_does_not_divide_stay_whole() -> None:
+    layout = HandLayout(
+        name="x",
+        axes=(("data", 2), ("model", 4)),
+        params={"norm": ("data", "model"), "heads": ("model",), "mlp": ("model", "data")},
+        spread=("data",),
+        vectors_whole=True,
     )
-    gshard = specs("moe", "expert parallel")
-    assert (gshard[up][2], gshard[query][2]) == (P(None, "expert", None, None), P(*[None] * 4))
-    maxtext = specs("moe", "maxtext fsdp x expert 4x2")
-    assert maxtext[up][2] == P(None, "expert", "fsdp", None)
-    assert maxtext[query][2] == P(None, ("fsdp", "expert"), None, None)
-
-
-def test_factored_moments_are_whole_and_others_lie_as_their_parameters():
-    leaves = specs("encoder_decoder", "fsdp")
-    params = {path: leaf for path, leaf in leaves.items() if path.startswith("['params']")}
-    moments = {path: leaf for path, leaf in leaves.items() if path.startswith("['opt_state']")}
-    seen = set()
-    for path, (shape, part, spec) in moments.items():
-        owner = next((p for p in params if path.endswith(p.removeprefix("['params']"))), None)
-        same = owner is not None and params[owner][0] == shape
-        assert spec == params[owner][2] if same else part == shape, path
-        seen.add(same)
-    assert seen == {True, False}
-
-
-def test_a_parameter_of_one_dimension_and_one_that_does_not_divide_stay_whole():
-    laid = Rules.on(
-        HandLayout(
-            name="x",
-            axes=(("data", 2), ("model", 4)),
-            params={"norm": ("data", "model"), "heads": ("model",), "mlp": ("model", "data")},
-            spread=("data",),
-            vectors_whole=True,
-        ),
-        jax.devices(),
-    )
+    laid = Rules(layout, layout.mesh(jax.devices()))
     assert laid.param(("norm",), (8,)).spec == P("model")
     assert laid.param((None,), (8,)).spec == P(None)
     assert laid.param((None, None), (2, 8, 16)).spec == P(None, None, "data")
@@ -230,31 +234,108 @@ def test_a_parameter_of_one_dimension_and_one_that_does_not_divide_stay_whole():
     assert laid.param(("mlp", "heads"), (8, 8)).spec == P(("model", "data"), None)
 
 
-def test_a_batch_that_does_not_divide_is_refused():
-    chosen = dataclasses.replace(case("vit", "small"), batch_size=12)
-    match = r"data parallel: dimension 'batch' of batch leaf 'image_BHWC', \(12, .* of it, got 12"
-    with pytest.raises(ValueError, match=match):
-        steps.prepare(chosen, steps.hand_steps(chosen, 8)["data parallel"], jax.devices())
+def test_a_divided_optimizer_is_an_eighth_and_gathers_each_parameter_once() -> None:
+    name = "data parallel, optimizer divided"
+    assert not any(any(spec) for spec in specs("mlp", name).values())
+    layout = LAYOUTS["mlp"][name]
+    prepared = prepare(CASES["mlp"], layout, layout.mesh(jax.devices()))
+    moments = jax.tree.leaves(prepared.args[0]["opt_state"])
+    shardings = jax.tree.leaves(prepared.state["opt_state"])
+    for x, sharding in zip(moments, shardings, strict=True):
+        if x.shape:
+            assert math.prod(x.shape) == 8 * math.prod(sharding.shard_shape(x.shape))
+    count = len(gathered(run("mlp", name).text))
+    assert 0 < count <= len(jax.tree.leaves(prepared.args[0]["params"]))
 
 
-def test_a_parameter_without_names_is_refused():
-    with pytest.raises(ValueError, match=r"vit: no names for the parameter \['odd'\]; expected"):
-        steps.names_of("vit", "['odd']", 2)
+def test_parameters_are_gathered_layer_by_layer() -> None:
+    found = gathered(run("llama3", "fsdp x tensor parallel 4x2").text)
+    assert len(found) > 8
+    assert not [shape for shape in found if shape.startswith("3,")]
 
 
-def test_the_models_of_the_experiments_are_cases_too():
-    for chosen in (sized.decoder_case(sizes.DECODER), sized.mlp_case(sizes.MLP)):
+@pytest.mark.slow
+def test_the_distributed_optimizer_gathers_every_parameter_once_before_the_loops() -> None:
+    loops, entry = run("llama3", "distributed optimizer").text.split("\nENTRY ")
+    params = jax.tree.leaves(initial("llama3")["params"])
+    assert sorted(gathered(entry)) == sorted(",".join(map(str, x.shape)) for x in params)
+    assert not gathered(loops)
+
+
+@pytest.mark.slow
+def test_tokens_travel_to_the_experts_or_their_weights_come() -> None:
+    def exchanges(name):
+        return run("mixtral", name).text.count(" all-to-all(")
+
+    # To the experts and back, forward and backward.
+    by_expert = exchanges("maxtext fsdp x expert 2x4")
+    assert by_expert >= exchanges("maxtext fsdp x expert 2x4 by batch") + 4
+
+
+def test_gradients_that_are_apart_are_summed_behind_the_loops() -> None:
+    found = collectives("llama3", "data parallel, gradients apart, optimizer divided")
+    sums = [n for kind, n in found if kind in ("all_reduce", "reduce_scatter")]
+    leaves = len(jax.tree.leaves(initial("llama3")["params"]))
+    assert max(sums) == 1 and sum(sums) <= leaves + 3  # and those of the metrics
+
+
+@pytest.mark.parametrize("size", [LLAMA3, MIXTRAL], ids=["llama3", "mixtral"])
+def test_full_size_lowers_without_devices(size) -> None:
+    case, layouts = cases.pod_case(size), rules.pod_layouts(size.model, 64)
+    target = find_target("v5p:4x4x4")
+    for name in ("fsdp x tensor parallel 8x8", "maxtext fsdp x tensor 8x8"):
+        module = pod_by_hand.lowered(case, layouts[name], target)
+        assert module.mesh == layouts[name].axes and module.platform == "tpu"
+        assert b"sharding_constraint" in module.stablehlo
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    layout = rules.pod_layouts(LLAMA3.model, 256)["fsdp"]
+    with pytest.raises(ValueError, match=r"fsdp: a batch of 128 in 2 parts .* multiple of 512"):
+        prepare(cases.pod_case(LLAMA3.replace(accumulate=2)), layout, layout.abstract_mesh())
+
+
+def test_a_layout_that_does_not_divide_is_a_row_and_no_end() -> None:
+    """A row for 128 sequences over 72 devices, say; the others are still judged."""
+    uneven = HandLayout(name="uneven", axes=(("data", 3),), activations={"batch": ("data",)})
+    one = HandLayout(name="one", axes=(("data", 1),))
+    layouts = {"uneven": uneven, "one": one, "large": one}
+    case = cases.mlp_case(sizes.MLPSize(model=MLPConfig(width=8, layers=2), batch_size=8))
+    here = find_target(jax.devices()[:1])
+    found = pod_by_hand.judged(case, layouts, here, CostModel(CONSTANTS))
+    assert list(found) == list(layouts)
+    assert isinstance(found["uneven"], Failure) and "divide over the 3" in found["uneven"].message
+    assert isinstance(found["one"], Estimate)
+    peak, time_s = found["one"].peak_memory_bytes, found["one"].time_s
+    rows = pod_by_hand.rows(0.5 * time_s, peak, found)
+    assert [row["verdict"] for row in rows] == ["unsupported", "met", "met"]
+    assert rows[1]["ratio"] == pytest.approx(0.5)
+    (row,) = pod_by_hand.rows(time_s, peak, {"one": found["one"]})
+    assert row["verdict"] == "equal"
+    (row,) = pod_by_hand.rows(2 * time_s, peak, {"one": found["one"]})
+    assert row["verdict"] == "missed"
+    (row,) = pod_by_hand.rows(time_s, peak - 1, {"one": found["one"]})
+    assert row["verdict"] == "does not fit"
+
+
+def test_a_parameter_without_names_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mlp: no names for the parameter \['odd'\]; expected"):
+        names_of("mlp", "['odd']")
+
+
+def test_the_models_of_compare_have_layouts() -> None:
+    for case in (cases.decoder_case(sizes.DECODER), cases.mlp_case(sizes.MLP)):
         alone = rules.replicated(8)
-        for layout in (alone, *steps.hand_steps(chosen, 8).values()):
-            prepared = steps.prepare(chosen, layout, jax.devices())
+        layouts = rules.hand_layouts(case.family, case.config, 8)
+        for layout in (alone, *layouts.values()):
+            prepared = prepare(case, layout, layout.mesh(jax.devices()))
             shardings = jax.tree.leaves((prepared.state, prepared.batch))
             whole = all(sharding.is_fully_replicated for sharding in shardings)
             assert shardings and whole == (layout is alone), layout
 
 
-def test_no_import_of_autoshard():
-    code = (
-        "import sys, experiments.handwritten.sized, experiments.handwritten.steps;"
-        "sys.exit(any(name.split('.')[0] == 'autoshard' for name in sys.modules))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_samples_have_the_shapes_of_the_batch() -> None:
+    size = sizes.DecoderSize(model=DecoderConfig(sequence=8, layers=1), batch_size=2)
+    for case in (cases.decoder_case(size), CASES["mlp"], CASES["mixtral"]):
+        batch = jax.eval_shape(lambda case=case: case.sample(0))
+        assert jax.tree.map(str, batch) == jax.tree.map(str, case.batch)

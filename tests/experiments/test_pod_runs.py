@@ -25,26 +25,12 @@ plan_pod.find_target = lambda _: Pod
 plan_pod.autoshard.search = search
 app.run(plan_pod.main)
 """
-AGREEMENT = """
-import pathlib, sys
-from absl import app
-from experiments import rung_agreement
-def opened(path):
-    pathlib.Path("place").write_text(str(path.parent / path.stem))
-    sys.exit()
-class Pod:
-    device_count = 256
-rung_agreement.find_target = lambda _: Pod
-rung_agreement.trace_all = lambda *_: ((), None)
-rung_agreement.opened = opened
-app.run(rung_agreement.main)
-"""
 
 
-def place(code: str, cwd: pathlib.Path, *options: str) -> str:
+def place(cwd: pathlib.Path, *options: str) -> str:
     """Where a run with these options keeps its journal."""
     subprocess.run(
-        [sys.executable, "-c", code, "--target=v5e:16x16", *options],
+        [sys.executable, "-c", PLAN, "--target=v5e:16x16", *options],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         check=True,
@@ -55,27 +41,17 @@ def place(code: str, cwd: pathlib.Path, *options: str) -> str:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ((), "llama3-8b-v5e-16x16"),
         (("--batch=256",), "llama3-8b-v5e-16x16"),
-        (("--batch=512", "--layers=4"), "llama3-8b-v5e-16x16-batch_size-512-layers-4"),
-        (("--layers=4", "--noscanned"), "llama3-8b-v5e-16x16-unrolled-layers-4"),
+        (
+            ("--batch=512", "--layers=4", "--noscanned"),
+            "llama3-8b-v5e-16x16-unrolled-batch_size-512-layers-4",
+        ),
     ],
 )
 def test_a_plan_of_another_size_has_a_run_folder_of_its_own(
     tmp_path: pathlib.Path, options: tuple[str, ...], name: str
 ) -> None:
-    assert place(PLAN, tmp_path, *options) == f"runs/pod-{name}"
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [((), "mixtral-v5e-16x16"), (("--batch=512",), "mixtral-v5e-16x16-batch_size-512")],
-)
-def test_so_has_a_sample_of_another_size(
-    tmp_path: pathlib.Path, options: tuple[str, ...], name: str
-) -> None:
-    found = place(AGREEMENT, tmp_path, "--model=mixtral", *options)
-    assert found == f"results/rung_agreement/{name}"
+    assert place(tmp_path, *options) == f"runs/pod-{name}"
 
 
 def test_the_recorded_plans_are_of_full_size_and_called_so() -> None:

@@ -26,8 +26,9 @@ import numpy as np
 
 import autoshard
 from autoshard.lowering.problem import make_problem
-from autoshard.plan.plan import Evidence, Plan
+from autoshard.plan.plan import Plan
 from autoshard.program.program import trace
+from autoshard.records.evidence import Evidence
 from autoshard.records.layout import Constraints, Gather, Layout
 from autoshard.space.baselines import baselines
 from autoshard.space.space import Space

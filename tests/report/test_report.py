@@ -138,27 +138,18 @@ def trial(name, mesh=MESH, compute=None, **changes):
 
 
 def planned(searched, trials, ranking=(0,), **evidence):
-    """A plan like the fixture's, with other evidence."""
-
-    class Shown:
-        evidence: object
-        layout = trials[0].candidate.layout
-        mesh = searched.plan.mesh
-        target = searched.plan.target
-        axes = searched.plan.axes
-
-        @property
-        def trial(self):
-            return trials[ranking[0]]
-
-    shown = Shown()
-    shown.evidence = dataclasses.replace(
-        searched.plan.evidence,
-        trials=tuple(trials),
-        ranking=tuple(ranking),
-        **{"notes": (), **evidence},
+    """The fixture's plan with other evidence."""
+    summary = searched.plan.summary
+    return dataclasses.replace(
+        summary,
+        layout=trials[0].candidate.layout,
+        evidence=dataclasses.replace(
+            summary.evidence,
+            trials=tuple(trials),
+            ranking=tuple(ranking),
+            **{"notes": (), **evidence},
+        ),
     )
-    return shown
 
 
 def test_the_table_has_a_row_for_each_finalist_and_each_baseline(searched):

@@ -190,7 +190,7 @@ def test_data_parallel_and_one_fsdp_always_go_on_where_four_are_measured(ledger)
         row(6, "replicated", propagated=estimate(8.0)),
     ]
     ledger.rows = slow
-    assert promoting.hopeful_baselines(ledger) == [0, 1, 2, 3, 4]
+    assert promoting.hopeful_baselines(ledger) == [0, 4, 3, 1, 2]
     for one in ledger.rows:
         one.compiled = dataclasses.replace(one.propagated, rung=Rung.COMPILE)
     assert promoting.worth_measuring(ledger, range(7)) == [0, 4, 3, 1, 2]
