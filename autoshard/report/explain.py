@@ -46,8 +46,8 @@ def explain(plan: PlanSummary) -> str:
             f" others were run and failed, the first of a {failed[0].kind}."
         )
     if not others:
-        judged = "compiled" if winner.compiled else "estimated"
-        return f"The winner{named} was compared with no baseline: no other that fits was {judged}."
+        seen = "compiled" if winner.compiled else "estimated"
+        return f"The winner{named} was compared with no baseline: no other that fits was {seen}."
     rival = min(others, key=lambda t: t.estimate.time_s if t.estimate else 0.0)
     assert rival.estimate is not None
     return (

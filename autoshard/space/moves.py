@@ -14,7 +14,7 @@ def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates one decision away.
 
     Another rule, another level of `Gather`, small arrays replicated or not, loop inputs
-    gathered before the loop or not, one or all conflict losers more or fewer, a mesh axis divided or moved.
+    gathered before the loop or not, other conflict losers, a mesh axis divided or moved.
     """
     return (near for near in moves(space, candidate) if space.contains(near) is None)
 

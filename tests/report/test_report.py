@@ -76,7 +76,7 @@ def test_rules(compute, storage, text):
 )
 def test_what_stays_whole_is_told(whole, text):
     compute, storage = rules({"batch": "x"}), rules({"embed": "x"})
-    layout = Layout(mesh=MESH, activation_rules=compute, storage=storage, gather=whole)
+    layout = Layout(mesh=MESH, activation_rules=compute, state_rules=storage, gather=whole)
     assert rules_in_words(layout) == text
 
 
@@ -98,7 +98,9 @@ def test_other_words():
 
 def test_rules_are_short():
     table = rules({"a": "y", "b": "y", "batch": "x", "c": "y", "d": "y", "e": "y", "f": "y"})
-    layout = Layout(mesh=MESH, activation_rules=table, storage=table, conflict_losers=("a", "b"))
+    layout = Layout(
+        mesh=MESH, activation_rules=table, state_rules=table, conflict_losers=("a", "b")
+    )
     assert rules_in_words(layout, {"a": "heads"}) == (
         "batch over x; heads, b, c, d and 2 more over y; heads, b give way"
     )
@@ -440,7 +442,7 @@ def test_the_times_of_a_table_never_contradict_its_order(searched, times):
     ]
     rows = [
         Row(
-            subject=0,
+            problem=0,
             candidate=trial(f"baseline {i}").candidate,
             baseline=f"baseline {i}",
             program=i,
@@ -451,7 +453,7 @@ def test_the_times_of_a_table_never_contradict_its_order(searched, times):
         for i, one in enumerate(found)
     ]
     ledger = SearchState(
-        subjects=[],
+        problems=[],
         target=searched.plan.target,
         cost=None,
         budget=Budget(),
