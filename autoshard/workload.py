@@ -7,7 +7,7 @@ from typing import Any  # the user's own pytrees have no narrower type
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What `model_fn(**knobs)` returns.
+    """A train step, its state and its batch: `model_fn(**knobs)` returns one.
 
     Attributes:
       step: (state, batch) -> (new state, metrics). A JAX function without host callbacks,

@@ -59,7 +59,7 @@ class TrainState:
 
 
 class Apply(Protocol):
-    """What a Linen loss calls in place of `module.apply`; it fills in variables and keys."""
+    """A Linen loss calls this in place of `module.apply`: variables and keys are filled in."""
 
     def __call__(
         self, *args: Any, method: Callable[..., Any] | str | None = None, **kwargs: Any

@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def summary(self) -> PlanSummary:
-        """What `str` prints: the plan as plain data."""
+        """The plan as plain data, from which `str` prints."""
         return PlanSummary(
             evidence=self.evidence,
             layout=self.layout,
