@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import pytest
 
+from autoshard.records.layout import Constraints, Gather, Layout
+from autoshard.records.words import rules_in_words
 from tests.hardware import needs
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
-_FENCE = re.compile(r"^```(\w+)?[ \t]*(.*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^```(\w+)?[ \t]*([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _NAMED = re.compile(r"`((?:autoshard|docs|experiments|models|results|scripts|tests)/[\w./-]*)`")
 _FAKE = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
@@ -117,6 +119,45 @@ def test_examples_run(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
 def test_examples_for_other_hardware_run(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
     needs("cuda")
     run("\n".join(python(page, "", "needs-compilers")), tmp_path)
+
+
+def test_code_names_documents_that_are_there() -> None:
+    missing = []
+    for folder in ("autoshard", "models", "scripts"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if not path.is_file() or path.suffix == ".pyc":
+                continue
+            for name in re.findall(r"docs/[\w./-]*\w", path.read_text(encoding="utf-8")):
+                if not (ROOT / name).exists() and not [*ROOT.glob(f"{name}-*.md")]:
+                    missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert missing == []
+
+
+def test_every_package_has_its_job_in_the_table() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    table = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    there = {
+        path.stem
+        for path in (ROOT / "autoshard").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert table == there - {"__init__"}
+
+
+def test_the_page_about_the_table_explains_every_phrase_of_a_layout() -> None:
+    text = (ROOT / "docs" / "table.md").read_text(encoding="utf-8")
+    layouts = [
+        *(Layout(mesh=(("x", 8),), gather=gather) for gather in Gather),
+        *(Layout(mesh=(("x", 8),), constraints=density) for density in Constraints),
+        Layout(mesh=(("x", 8),), small_replicated=True),
+        Layout(mesh=(("x", 8),), gather_loop_inputs=True),
+        Layout(mesh=(("x", 8),), as_annotated=True),
+        Layout(mesh=(("x", 8),), conflict_losers=("mlp",)),
+    ]
+    phrases = {rules_in_words(layout) for layout in layouts} - {"everything replicated"}
+    assert {
+        p for p in phrases if f"`{p}`" not in text and f"`{p.split(': ')[-1]}`" not in text
+    } == set()
 
 
 def test_the_api_reference_is_what_the_script_writes() -> None:

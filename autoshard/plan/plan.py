@@ -43,8 +43,8 @@ class Plan:
     """A sharding plan for one workload on one target. Made by `search` and `load_plan`.
 
     Attributes:
-      mesh: the `jax.sharding.Mesh`, its axes Auto; an AbstractMesh where the devices are not here.
-      layout: mesh shape, compute rules, storage rules.
+      mesh: the `jax.sharding.Mesh`, its axes Auto; an AbstractMesh for named hardware.
+      layout: mesh shape, activation rules, state rules.
       knobs: the knob values the plan was made with.
       state_shardings, batch_shardings: pytrees of NamedSharding.
       evidence: what the search learnt.
@@ -87,17 +87,17 @@ class Plan:
 
     @property
     def axes(self) -> Axes:
-        """The logical axes its rules name."""
+        """The logical axes of the program, which the rules name."""
         return self._analysis.axes
 
     @property
     def target(self) -> Target:
-        """The devices it is for."""
+        """The devices that the plan is for."""
         return self._target
 
     @property
     def digest(self) -> str:
-        """Of the program the plan is for."""
+        """The digest of the program that the plan is for."""
         return self._analysis.digest
 
     @property
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def platform(self) -> str:
-        """The platform programs are lowered for."""
+        """The platform that programs are lowered for."""
         return self._target.lowering_platform
 
     @property
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def summary(self) -> PlanSummary:
-        """What `str` prints: the plan as plain data."""
+        """The plan as plain data, from which `str` prints."""
         return PlanSummary(
             evidence=self.evidence,
             layout=self.layout,
@@ -146,11 +146,11 @@ class Plan:
         return self._specs
 
     def init(self) -> Any:
-        """The initial state, born sharded: no device ever holds the whole of it.
+        """The initial state, made sharded: no device holds the whole of it.
 
         Raises:
-          PlanError: the plan is for hardware that is not here; so say `place`, `put`, `step`, `jit`
-            and `check`.
+          PlanError: the plan is for named hardware. `place`, `put`, `step`, `jit` and `check` raise
+            it too.
         """
         self._must_be_here()
         wanted = jax.tree.leaves(self.state_shardings)
@@ -162,8 +162,8 @@ class Plan:
     def place(self, state: Any) -> Any:
         """A state from elsewhere (a checkpoint, host arrays), sharded as the plan wants it.
 
-        The arrays given stay usable: what is placed shares no memory with them, so that donating
-        it to `step` is harmless.
+        The given arrays stay usable: the placed ones share no memory with them, so `step` may
+        donate them.
 
         Raises:
           PlanError: a leaf has another shape or dtype than the plan's state, or is deleted.
@@ -180,12 +180,12 @@ class Plan:
         return jax.tree.unflatten(self.program.state_tree, placed)
 
     def put(self, batch: Any) -> Any:
-        """A batch on the devices. In a job of many processes each gives its own part.
+        """A batch on the devices. In a job of many processes each process gives its own part.
 
         Args:
           batch: arrays; with one process the global batch, with many this process's part of it
-            (the rows its devices hold). On CPU devices NumPy arrays may be taken as they are,
-            as by `jax.device_put`: fill no array anew that a step may still read.
+            (the rows that its devices hold). On CPU devices the batch may share memory with a
+            NumPy array, as with `jax.device_put`: do not fill an array again that a step reads.
         """
         self._must_be_here()
         leaves, tree = jax.tree.flatten(batch)
@@ -206,15 +206,15 @@ class Plan:
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """One training step: (state, batch) -> (new state, metrics).
 
-        The state is donated: use the new one. Its shardings are exactly those of the old, so many
-        steps compile once. The batch is never donated. Metrics are replicated.
+        The state is donated: use the new one. Both have the same shardings, so steps compile once.
+        The batch is never donated. Metrics are replicated.
 
-        Arrays that lie elsewhere are moved, which costs time at each step. The first time this
+        Arrays with other shardings are moved, which costs time at each step. The first time this
         happens to a state, and to a batch, a warning names the leaf.
 
         Raises:
-          PlanError: an array has another shape or dtype than the plan's, or is deleted, as the old
-            state is.
+          PlanError: an array has another shape or dtype than the plan's, or was deleted, like a
+            donated state.
         """
         self._must_be_here()
         program = self.program
@@ -307,10 +307,10 @@ class Plan:
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(state, batch)` jitted with the plan's shardings, for evaluation.
 
-        Its own logical axes are found anew; those the plan has rules for are sharded by them. Other
-        batch shapes are accepted: what no longer divides is replicated. Nothing is donated, and
-        what it returns is replicated. Each shape is compiled once; the programs of the last 16
-        shapes are kept.
+        The function has logical axes of its own. Those that the plan has rules for are sharded.
+        Other batch shapes are accepted: a dimension that does not divide is replicated. Nothing is
+        donated, and results are replicated. Each shape is compiled once; the programs of the last
+        16 shapes are kept.
         """
         self._must_be_here()
         return Evaluation(function, self._analysis, self._specs, self.layout, self.mesh)
@@ -318,14 +318,14 @@ class Plan:
     def check(self, steps: int = 2, seed: int = 0) -> NumericsReport:
         """Compares the step with the unsharded one, from one initial state, on these devices.
 
-        What a search does with all that it measures (`rungs.numerics`), for a plan that was made
-        where the devices were not, or with other versions. One device must hold the unsharded step
-        (each of them, where the step has manual regions, which run on their own mesh). The host
-        holds two states beside the initial one. With less free memory the unsharded step runs
-        several times; with room for less than one state some leaves are not compared.
+        A search checks everything that it measures. This checks a plan that was made for named
+        hardware, or with other versions. One device must hold the unsharded step; if the step uses
+        `shard_map`, each device must. The host holds two states beside the initial one. With less
+        free memory the unsharded step runs several times; with room for less than one state some
+        leaves are not compared.
 
         Args:
-          seed: of the batches, from the workload's `sample` or synthetic.
+          seed: the seed of the batches, from the workload's `sample` or synthetic.
 
         Returns:
           Every leaf of state and metrics, with its error and what was allowed. `unchecked` names
@@ -342,7 +342,7 @@ class Plan:
         return lower_step(self._analysis, self._constrained, self._target)
 
     def save(self, path: str) -> None:
-        """Writes the plan as JSON, whole or not at all; `autoshard.load_plan` reads it."""
+        """Writes the plan as JSON, completely or not at all; `autoshard.load_plan` reads it."""
         record = PlanRecord(
             candidate=self.candidate,
             program=describe_program(self.program, self.digest),
