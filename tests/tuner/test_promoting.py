@@ -29,7 +29,7 @@ def estimate(time_s=1.0, peak=100, state=10, rung=Rung.PROPAGATE):
 def row(number, baseline="", **changes):
     layout = Layout(mesh=(("x", 8),), activation_rules=rules({f"axis {number}": "x"}))
     fields = {
-        "subject": 0,
+        "problem": 0,
         "candidate": Candidate(layout=layout),
         "baseline": baseline,
         "program": number,
