@@ -51,3 +51,7 @@ class LoweringError(AutoshardError):
 
 class WorkerError(AutoshardError):
     """A worker process that died, hung or answered nonsense."""
+
+
+class HloError(AutoshardError):
+    """HLO text that this version of autoshard cannot read, or a collective that it cannot price."""

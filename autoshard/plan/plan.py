@@ -27,9 +27,9 @@ from autoshard.program.program import Leaf, Program, held_dtype
 from autoshard.records.evidence import Evidence, PlanSummary
 from autoshard.records.layout import Candidate, Layout, Spec
 from autoshard.records.module import Module
+from autoshard.records.numerics import NumericsReport
 from autoshard.records.trial import Trial
 from autoshard.report import describe
-from autoshard.rungs.profile.numerics import NumericsReport
 from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.space.space import Space
 from autoshard.space.specs import Specs

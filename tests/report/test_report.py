@@ -129,8 +129,8 @@ def measurement(seconds_, **changes):
     return Measurement(**{**fields, **changes})
 
 
-def trial(name, mesh=MESH, compute=None, **changes):
-    layout = Layout(mesh=mesh, activation_rules=rules(compute or {name or "found": "x"}))
+def trial(name, mesh=MESH, activation_rules=None, **changes):
+    layout = Layout(mesh=mesh, activation_rules=rules(activation_rules or {name or "found": "x"}))
     fields = {
         "candidate": Candidate(layout=layout),
         "propagated": estimate(Rung.PROPAGATE),
