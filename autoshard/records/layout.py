@@ -48,7 +48,7 @@ class Gather(enum.StrEnum):
         "small_replicated"  # the smallest arrays, at most 1 % of the state, never cut
     )
     PER_STEP = "per_step"  # once a step, before the loops that use it
-    PARAMS_REPLICATED = "params_replicated"  # parameters are never cut, moments are (ZeRO-1)
+    PARAMS_REPLICATED = "params_replicated"  # state rules cut moments alone (ZeRO-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
