@@ -25,7 +25,8 @@ from autoshard.lowering.problem import (
     trace_all,
 )
 from autoshard.plan.load import checked_plan
-from autoshard.plan.plan import Evidence, Plan
+from autoshard.plan.plan import Plan
+from autoshard.records.evidence import Evidence
 from autoshard.records.trial import Measurement, Stage
 from autoshard.report.progress import shown_progress
 from autoshard.rungs.profile.calibration_files import cost_model
@@ -68,36 +69,35 @@ def search(
       mesh_shape: "free", or "fixed" to keep the given mesh's shape.
       fix: logical axis -> mesh axes, or the path of a state leaf -> PartitionSpec, to pin.
       keep_constraints: keep the sharding constraints the step already has.
-      memory_bytes: what one device holds; default what it says, or what this process may use of
-        the host's, divided by devices.
-      memory_headroom: part of that which no plan may use.
+      memory_bytes: what one device holds. Default: what the device says; on a fake mesh the memory
+        that this process may use, divided by the devices.
+      memory_headroom: the part of it that no plan uses.
       budget: how much the search may spend.
-      journal: a file that records every trial; an interrupted search goes on from it.
-      executor: where programs are compiled; default worker processes here, as many as cores and
-        free memory allow, 16 at most. Not for accelerators that are here: only the process that
+      journal: a file that records every trial; an interrupted search resumes from it.
+      executor: where programs are compiled. Default: worker processes on this machine, as many as
+        cores and free memory allow, at most 16. Not for live accelerators: only the process that
         holds them can compile for them.
       strategy: who chooses candidates; default exhaustive in small spaces, else beam search.
       calibration: folder that keeps calibrations of live targets; default in the user's cache.
-      hardware: a catalogue file with chips or links of your own, or with corrected figures; for
-        named hardware alone.
-      seed: of every random choice.
-      callbacks: called with an `Event` now and then. One that raises is logged and not called
-        again, unless it raises KeyboardInterrupt, which is Ctrl-C.
+      hardware: a catalogue file with your own chips, links or figures; for named hardware only.
+      seed: the seed of every random choice.
+      callbacks: called with an `Event` as the search proceeds. One that raises is logged and not
+        called again. KeyboardInterrupt counts as Ctrl-C.
 
     Returns:
       The plan. Ctrl-C, or the end of the budget, returns the best so far and says so.
 
     Raises:
-      WorkloadError: a model_fn, step, init or batch that cannot be searched, or knobs or a
-        mesh_shape that there are not.
-      TargetError: `mesh` names no usable devices, devices of several processes, hardware whose
-        compiler is not installed, or accelerators that are here, with an executor; `memory_bytes`
-        is not positive, or more than named hardware has; `hardware` cannot be read
-        (`CatalogueError`), or devices are here.
-      LayoutError: `fix` names nothing, or mesh axes that there are not.
-      JournalError: not a journal, damaged, of another schema, or in use by another search.
-      NoPlanError: nothing fits, or every candidate failed; says what would help.
-      ValueError: `memory_headroom` outside [0, 1), or a `seed` that is negative or no whole number.
+      WorkloadError: model_fn, step, init or batch cannot be searched; a knob or `mesh_shape` is
+        unknown.
+      TargetError: `mesh` names no usable devices, devices of several processes, or hardware whose
+        compiler is not installed; an executor or `hardware` is given for live devices that take
+        none; `memory_bytes` is not positive, or more than named hardware has.
+      CatalogueError: `hardware` cannot be read.
+      LayoutError: `fix` names no logical axis and no state leaf, or an unknown mesh axis.
+      JournalError: the file is no journal, is damaged, has another schema, or is in use.
+      NoPlanError: nothing fits, or every candidate failed. The message says what would help.
+      ValueError: `memory_headroom` is outside [0, 1), or `seed` is no whole number of 0 or more.
     """
     start_s = time.perf_counter()
     if not 0 <= memory_headroom < 1:
@@ -121,8 +121,7 @@ def search(
         if not target.is_here:
             start_jax()
             budget = dataclasses.replace(budget, profiles=0)
-        told: list[Callback] = [shown, *callbacks]
-        callbacks = [harmless(callback) for callback in told]
+        callbacks = [harmless(shown), *map(harmless, callbacks)]
         limit = max(1, int(target.memory_bytes * (1 - memory_headroom)))
 
         def tell(done: int, text: str) -> None:
@@ -211,28 +210,28 @@ def load_plan(
     hardware: str | os.PathLike[str] | None = None,
     compile_seconds: float | None = None,
 ) -> Plan:
-    """Loads a plan for the same model, on devices that are here or that are named.
+    """Loads a plan for the same model, on live devices or for named hardware.
 
     The program is compiled once, before anything is allocated, and `plan.step` runs what was
     compiled. Its peak memory is checked, and its collectives are compared with the record by kind,
-    bytes, group and mesh axes. `plan.evidence.notes` says what differs, and notes another
-    arrangement of the devices (hosts, slices, torus) and another version of the compiler.
+    bytes, group and mesh axes. `plan.evidence.notes` lists what differs, also the placement of the
+    devices (hosts, slices, torus) and the version of the compiler.
 
     Args:
       check_target: False relaxes platform and kind of device, never the model or the device count.
       memory_bytes: overrides what one device holds.
-      hardware: a catalogue file of your own, where `mesh` names what is in it.
+      hardware: your own catalogue file, if `mesh` names hardware from it.
       compile_seconds: the longest that compiling may take; None for no limit. A compiler cannot be
         stopped in this process: past the limit it runs on in a thread until it has finished. For
-        hardware that is not here it runs in a process of its own, which is killed.
+        named hardware it runs in a process of its own, which is killed.
 
     Raises:
       ValueError: `compile_seconds` is not above 0.
       PlanError: the file cannot be read or is damaged; the model, a shape, the device count or
         jax's major version differs (`differences` lists them field by field); the step cannot be
         lowered for these devices, does not compile in the time, or does not fit.
-      TargetError: as of `search`.
-      WorkloadError: what `model_fn` returns cannot be traced, or not for these devices.
+      TargetError: as `search` raises it.
+      WorkloadError: the workload cannot be traced, or not for these devices.
     """
     if compile_seconds is not None and not compile_seconds > 0:
         raise ValueError(f"compile_seconds must be above 0, got {compile_seconds}")

@@ -2,7 +2,7 @@
 
 
 class AutoshardError(Exception):
-    """The root of every error autoshard raises on its own account."""
+    """The root of every error that autoshard raises itself."""
 
 
 class WorkloadError(AutoshardError):
@@ -14,7 +14,7 @@ class LayoutError(AutoshardError):
 
 
 class TargetError(AutoshardError):
-    """A `mesh` argument that names no usable devices, or what is said of them cannot be."""
+    """A `mesh` argument that names no usable devices, or contradictory facts about them."""
 
 
 class JournalError(AutoshardError):
@@ -29,7 +29,7 @@ class PlanError(AutoshardError):
     """A plan file that cannot be read, or that does not belong to this model and target.
 
     Attributes:
-      differences: one line a field that differs, `field: recorded X, got Y`.
+      differences: one line for each field that differs, `field: recorded X, got Y`.
     """
 
     def __init__(self, message: str, differences: tuple[str, ...] = ()):
@@ -51,3 +51,7 @@ class LoweringError(AutoshardError):
 
 class WorkerError(AutoshardError):
     """A worker process that died, hung or answered nonsense."""
+
+
+class HloError(AutoshardError):
+    """HLO text that this version of autoshard cannot read, or a collective that it cannot price."""

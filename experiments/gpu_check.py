@@ -188,7 +188,7 @@ def chip_of(device_kind: str) -> Chip:
     """
     chip = chip_of_kind(device_kind)
     if chip is None:
-        sys.exit(f"{device_kind!r} is not in the catalogue; docs/catalogue.md says how to add it")
+        sys.exit(f"{device_kind!r} is not in the catalogue; docs/targets.md says how to add it")
     return chip
 
 

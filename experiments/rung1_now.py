@@ -20,7 +20,7 @@ from experiments.ranks import Parts
 from experiments.samples import Sample
 from experiments.zoo.cases import case
 
-_FREE_TRAFFIC: Mapping[str, Any] = {
+_FREE_MEMORY: Mapping[str, Any] = {
     "bandwidth_bytes_per_s": 1e30,
     "fresh_s_per_byte": 0.0,
 }
@@ -33,7 +33,7 @@ def predictions(sample: Sample, zero_bytes: bool = False) -> list[Parts]:
     JAX must have at least `sample.devices` CPU devices.
 
     Args:
-      zero_bytes: memory traffic costs nothing.
+      zero_bytes: no byte costs time, see `constants_of`.
 
     Raises:
       ValueError: rung 1 refuses a layout that ran.
@@ -53,10 +53,19 @@ def predictions(sample: Sample, zero_bytes: bool = False) -> list[Parts]:
 
 
 def constants_of(stored: Mapping[str, Any], zero_bytes: bool = False) -> Constants:
-    """The stored constants that the library still has; what is not stored keeps its default."""
+    """The stored constants that the library still has; what is not stored keeps its default.
+
+    Args:
+      zero_bytes: no byte costs time. Memory traffic, fresh pages and the payloads of collectives
+        are free; FLOPs, launches and the latencies of collectives remain.
+    """
     fields = {field.name for field in dataclasses.fields(Constants)}
-    changed = _FREE_TRAFFIC if zero_bytes else {}
-    return Constants.from_json({k: v for k, v in {**stored, **changed}.items() if k in fields})
+    constants = Constants.from_json({k: v for k, v in stored.items() if k in fields})
+    if not zero_bytes:
+        return constants
+    links = tuple(dataclasses.replace(link, s_per_byte=0.0) for link in constants.links)
+    changed = {k: v for k, v in _FREE_MEMORY.items() if k in fields}
+    return dataclasses.replace(constants, links=links, **changed)
 
 
 @functools.lru_cache(maxsize=1)

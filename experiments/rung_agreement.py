@@ -108,9 +108,13 @@ class Rung1:
             self._opened[knobs] = subject, Propagator(subject.analysis)
         return self._opened[knobs]
 
-    def judge(self, candidate: Candidate) -> Estimate:
-        """The estimate of a layout that ran through rung 2 before."""
+    def judge(self, candidate: Candidate) -> Estimate | None:
+        """The estimate of a stored layout; None if it names an axis that the step no longer has."""
         subject, propagator = self.subject(candidate.knobs)
+        known = {axis.name for axis in subject.analysis.axes.axes}
+        layout = candidate.layout
+        if any(axis not in known for axis, _ in (*layout.activation_rules, *layout.state_rules)):
+            return None  # some names are source lines
         said = propagator.judge(subject.space, candidate.layout, self.cost)
         if not isinstance(said, Estimate):
             raise ValueError(f"rung 1 refuses a layout that compiled: {said.message}")
@@ -124,10 +128,12 @@ def agreement(one: dict[str, Any], rung1: Rung1 | None) -> Agreement:
       rung1: today's; None for the one that was stored beside rung 2.
     """
     fitting = [p for p in one["points"] if p["fits"] and p["rung2"]]
-    said = [
-        _figures(rung1.judge(Candidate.from_json(p["candidate"]))) if rung1 else p["rung1"]
-        for p in fitting
-    ]
+    if rung1 is None:
+        said = [p["rung1"] for p in fitting]
+    else:
+        judged = [(p, rung1.judge(Candidate.from_json(p["candidate"]))) for p in fitting]
+        fitting = [p for p, estimate in judged if estimate]
+        said = [_figures(estimate) for _, estimate in judged if estimate]
     time_s = [p["rung2"]["time_s"] for p in fitting]
     predicted_s = [e["time_s"] for e in said]
     first = sorted(range(len(said)), key=predicted_s.__getitem__)[:FIRST]
@@ -147,7 +153,7 @@ def agreement(one: dict[str, Any], rung1: Rung1 | None) -> Agreement:
 
 
 def _rejected(said: dict[str, float], limit_bytes: int) -> bool:
-    """Whether rung 1 alone rejects (`autoshard.promote.surely_too_large`)."""
+    """Whether rung 1 alone rejects (`tuner.promotion.surely_too_large`)."""
     return max(said["state_bytes"], said["peak_memory_bytes"] * DEFAULT_LOWER_BOUND) > limit_bytes
 
 

@@ -119,7 +119,7 @@ def roofline(
     file does not have the bytes of the batch. Communication time is the stored one.
 
     Args:
-      zero_bytes: memory traffic costs nothing: neither bytes nor fresh pages count.
+      zero_bytes: memory traffic and fresh pages cost no time. Communication time remains.
     """
     counts = program["rung2"]
     each_s = counts["flops"] / constants["contract_flops_per_s"]

@@ -13,11 +13,11 @@ from autoshard.lowering.problem import SearchProblem, make_problem
 from autoshard.program.analysis import Analysis
 from autoshard.program.program import sample_batch, trace
 from autoshard.records.layout import Layout
-from autoshard.records.trial import Estimate
+from autoshard.records.trial import COLLECTIVE_KINDS, Estimate
 from autoshard.rungs.propagate import Propagator
 from autoshard.space.baselines import baselines
 from autoshard.space.space import Space
-from autoshard.target.cost import KINDS, Constants, CostModel, LinkCost
+from autoshard.target.cost import Constants, CostModel, LinkCost
 from autoshard.target.target import Target, find_target
 from autoshard.workload import Workload
 from tests import programs
@@ -34,7 +34,7 @@ CONSTANTS = Constants(
     forms_reduce_scatter=True,
     links=tuple(
         LinkCost(kind=kind, group_size=n, latency_s=1e-5, s_per_byte=n * 1e-10)
-        for kind in KINDS
+        for kind in COLLECTIVE_KINDS
         for n in (2, 8)
     ),
     date="2026-01-01",

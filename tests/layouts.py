@@ -24,7 +24,7 @@ def layouts(
         activation_rules=rules(draw(table)),
         state_rules=rules(draw(table)),
         conflict_losers=tuple(draw(conflict_losers)),
-        whole=draw(st.sampled_from(Gather)),
+        gather=draw(st.sampled_from(Gather)),
         small_replicated=draw(st.booleans()),
         gather_loop_inputs=draw(st.booleans()),
         constraints=draw(st.sampled_from(Constraints)),

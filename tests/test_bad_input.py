@@ -12,8 +12,8 @@ import pytest
 
 import autoshard
 from autoshard import JournalError, LayoutError, NoPlanError, TargetError, WorkloadError
+from autoshard.records.numerics import LeafError, NumericsReport
 from autoshard.records.trial import Estimate, Failure, Kind, Stage
-from autoshard.rungs.profile.numerics import LeafError, NumericsReport
 from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.tuner import compiling
 from autoshard.tuner import diagnosis as no_plan

@@ -122,6 +122,7 @@ def test_unstable_names_are_used_in_compat_only(path: pathlib.Path) -> None:
 def test_only_jax_and_what_it_brings_is_needed(path: pathlib.Path) -> None:
     allowed = {
         "integrations": OWN | {"flax"},
+        "report": OWN | {"rich"},  # where it is installed
         "compat": OWN | {"jaxlib"},
     }.get(own_part(path), OWN)
     for name in imports(path):

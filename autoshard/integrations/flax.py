@@ -43,7 +43,7 @@ class Optimizer(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """Everything one step hands to the next; arrays in nested dicts, no Flax objects.
+    """Everything that one step hands to the next: arrays in nested dicts, no Flax objects.
 
     Attributes:
       step: int32 scalar, steps done.
@@ -59,7 +59,7 @@ class TrainState:
 
 
 class Apply(Protocol):
-    """What a Linen loss is given in place of `module.apply`: variables and keys are filled in."""
+    """A Linen loss calls this in place of `module.apply`: variables and keys are filled in."""
 
     def __call__(
         self, *args: Any, method: Callable[..., Any] | str | None = None, **kwargs: Any
@@ -82,8 +82,8 @@ def nnx_workload(
         other Variable and every plain array that Flax knows to be data is carried along. Variables
         that first appear inside `loss` (intermediates) are dropped.
       loss: (model, batch) -> (scalar to minimise, dict of further metrics). It may change the
-        model's Variables, as dropout and batch norm do; what it makes of an `nnx.Param` is for
-        this call alone, and the next step has what the optimizer made of it.
+        model's Variables, as dropout and batch norm do. A change of an `nnx.Param` holds for this
+        call only; the next step gets the optimizer's value.
       optimizer: an optax GradientTransformation, or what looks like one.
       batch: pytree of `jax.ShapeDtypeStruct`, the global batch.
       sample: see `Workload`.
@@ -153,13 +153,13 @@ def linen_workload(
         carried along, and mutable in the loss, but for what `sow` makes longer with each call.
       loss: (apply, batch) -> (scalar to minimise, dict of further metrics). `apply` is
         `module.apply` with variables, keys and mutable collections filled in; each call sees
-        what the one before it changed. With `mutable`, a name or several of collections, it returns
-        (output, what these hold), as `module.apply` does: so what is sown can be read.
+        what the one before it changed. With `mutable`, one or several names of collections, it
+        returns (output, collections), as `module.apply` does, to read sown values.
       optimizer: an optax GradientTransformation, or what looks like one.
       batch: pytree of `jax.ShapeDtypeStruct`, the global batch.
       inputs: batch -> positional arguments of `module.init`.
       rngs: names of the random keys that `apply` needs, such as "dropout"; new for each step.
-      seed: of the parameters and the keys.
+      seed: the seed of the parameters and the keys.
       sample: see `Workload`.
       accumulate: as in `nnx_workload`.
       **init_kwargs: keyword arguments of `module.init`, such as `train=False`.

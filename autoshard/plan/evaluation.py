@@ -1,26 +1,23 @@
 """Evaluation functions run with a plan's shardings."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.compat.jaxpr import jaxprs
 from autoshard.compat.jaxpr.contexts import without_mesh
 from autoshard.compat.xla.stderr_capture import quiet
 from autoshard.lowering.lower import constrained_step, shapes, shardings
 from autoshard.plan.donation import refuse_deleted
-from autoshard.program.analysis import analyse
+from autoshard.program.analysis import Analysis, analyse
 from autoshard.program.axes import Axes
 from autoshard.program.program import Program, trace_function
 from autoshard.records.layout import Layout, Spec, rules
 from autoshard.space.pinned import why_indivisible
-from autoshard.space.specs import grouped, resolve
-
-if TYPE_CHECKING:
-    from autoshard.plan.plan import Plan
-
+from autoshard.space.specs import Specs, grouped, resolve
 
 _MOST_SHAPES = 16
 
@@ -30,11 +27,24 @@ class Evaluation:
 
     The programs of the `_MOST_SHAPES` shapes used last are kept: a batch size that is new at each
     call would otherwise fill the memory with programs.
+
+    Args:
+      analysis, specs, layout, mesh: of the plan's step.
     """
 
-    def __init__(self, function: Callable[..., Any], plan: "Plan"):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        analysis: Analysis,
+        specs: Specs,
+        layout: Layout,
+        mesh: Mesh | AbstractMesh,
+    ):
         self._function = function
-        self._plan = plan
+        self._step = analysis
+        self._specs = specs
+        self._layout = layout
+        self._mesh = mesh
         self._compiled: dict[object, tuple[Callable[..., Any], Any]] = {}
 
     def __call__(self, state: Any, batch: Any) -> Any:
@@ -48,21 +58,21 @@ class Evaluation:
         return jax.tree.unflatten(out_tree, run(*flat))
 
     def _build(self, state: Any, batch: Any) -> tuple[Callable[..., Any], Any]:
-        plan = self._plan
-        program = trace_function(self._function, state, batch, plan.program)
+        program = trace_function(self._function, state, batch, self._step.program)
         out_tree = program.metrics_tree
-        if not plan.layout.mesh:
+        if not self._layout.mesh:
             alone = jax.jit(jaxprs.as_function(program.step))
             return without_mesh()(alone), out_tree
         with without_mesh():
             closed, inputs = self._constrained(program)
-            given = shardings(plan.mesh, inputs)
-            given[: len(program.state)] = jax.tree.leaves(plan.state_shardings)  # it stays there
+            count = len(program.state)
+            given = shardings(self._mesh, inputs)
+            given[:count] = shardings(self._mesh, self._specs.inputs[:count])  # it stays there
             replicated = [tuple(() for _ in leaf.shape) for leaf in program.metrics]
             jitted = jax.jit(
                 jaxprs.as_function(closed),
                 in_shardings=given,
-                out_shardings=shardings(plan.mesh, replicated),
+                out_shardings=shardings(self._mesh, replicated),
             )
             with quiet():
                 compiled = jitted.lower(*shapes(program.inputs)).compile()
@@ -82,10 +92,11 @@ class Evaluation:
 
         A step as written has no rules: its batches lie as the plan's do, where they divide so.
         """
-        plan, layout = self._plan, self._plan.layout
+        step, layout = self._step, self._layout
         if layout.as_annotated:
-            known = {x.path: s for x, s in zip(plan.program.inputs, plan.specs.inputs, strict=True)}
-            sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()}
+            own = zip(step.program.inputs, self._specs.inputs, strict=True)
+            known = {leaf.path: spec for leaf, spec in own}
+            sizes = {str(name): int(size) for name, size in self._mesh.shape.items()}
             specs_of = [(leaf, known.get(leaf.path, ())) for leaf in program.inputs]
             return program.step, [
                 spec
@@ -93,8 +104,8 @@ class Evaluation:
                 else tuple(() for _ in leaf.shape)
                 for leaf, spec in specs_of
             ]
-        analysis = analyse(program, plan.platform)
-        names = _plans_names(program, analysis.axes, plan)
+        analysis = analyse(program, step.platform)
+        names = _plans_names(program, analysis.axes, step)
         compute, storage = dict(layout.activation_rules), dict(layout.state_rules)
         usable = Layout(
             mesh=layout.mesh,
@@ -113,7 +124,7 @@ class Evaluation:
             usable,
             used_leaves=sites.used_leaves,
         )
-        return constrained_step(analysis, specs, plan.mesh), specs.inputs
+        return constrained_step(analysis, specs, self._mesh), specs.inputs
 
 
 def named_here(axes: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
@@ -125,14 +136,15 @@ def named_here(axes: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ..
     return tuple(sorted(here for here, of_plan in names.items() if of_plan in axes))
 
 
-def _plans_names(program: Program, axes: Axes, plan: "Plan") -> dict[str, str]:
+def _plans_names(program: Program, axes: Axes, step: Analysis) -> dict[str, str]:
     """Logical axis of an evaluation function -> the plan's axis that lies along the same leaves.
 
     Names alone would not do: without the optimizer's arithmetic parameters and their moments are no
     longer tied, and an axis may be named by another leaf.
     """
     usable = {a.name for a in axes.axes if not a.is_loop}
-    known = {leaf.path: d for leaf, d in zip(plan.program.inputs, plan.axes.inputs, strict=True)}
+    own = zip(step.program.inputs, step.axes.inputs, strict=True)
+    known = {leaf.path: dims for leaf, dims in own}
     names: dict[str, str] = {}
     for leaf, dims in zip(program.inputs, axes.inputs, strict=True):
         for here, there in zip(dims, known.get(leaf.path, ()), strict=False):
@@ -140,5 +152,5 @@ def _plans_names(program: Program, axes: Axes, plan: "Plan") -> dict[str, str]:
                 for (name, _), (plans, _) in zip(here, there, strict=True):
                     if name in usable and plans is not None:
                         names.setdefault(name, plans)
-    shared = usable & {a.name for a in plan.axes.axes}
+    shared = usable & {a.name for a in step.axes.axes}
     return {**{name: name for name in shared}, **names}

@@ -5,21 +5,18 @@ import datetime
 import json
 import os
 import pathlib
-from typing import TYPE_CHECKING
 
 from autoshard.compat.xla.compilers import compiler_version
 from autoshard.compat.xla.versions import versions
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.program.program import Program
 from autoshard.records.atomic_files import write_atomically
+from autoshard.records.evidence import Evidence
 from autoshard.records.layout import Candidate
 from autoshard.records.trial import Estimate, Failure, Measurement, Trial
 from autoshard.target.target import Target
 from autoshard.target.topology import arrangement
 from autoshard.tuner.journal import outcome_from_json, outcome_to_json
-
-if TYPE_CHECKING:
-    from autoshard.plan.plan import Evidence, Plan
 
 SCHEMA = 1
 _FORMAT = "autoshard-plan"
@@ -27,7 +24,7 @@ _FORMAT = "autoshard-plan"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """A plan file as it was read."""
+    """What a plan file says."""
 
     candidate: Candidate
     program: dict[str, object]
@@ -35,7 +32,7 @@ class PlanRecord:
     versions: dict[str, str]
     fixed_leaves: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
     fixed_axes: tuple[tuple[str, tuple[str, ...]], ...]
-    evidence: "Evidence"
+    evidence: Evidence
     keep_constraints: bool
 
 
@@ -66,20 +63,20 @@ def describe_target(target: Target) -> dict[str, object]:
     }
 
 
-def write_plan(plan: "Plan", path: str | os.PathLike[str]) -> None:
+def write_plan(record: PlanRecord, path: str | os.PathLike[str]) -> None:
     """Writes a plan file."""
-    evidence = plan.evidence
+    evidence = record.evidence
     data = {
         "format": _FORMAT,
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "candidate": plan.candidate.to_json(),
-        "keep_constraints": plan.keep_constraints,
-        "fixed_leaves": {path: [list(axes) for axes in spec] for path, spec in plan.fixed_leaves},
-        "fixed_axes": {axis: list(to) for axis, to in plan.fixed_axes},
-        "program": describe_program(plan.program, plan.digest),
-        "target": describe_target(plan.target),
-        "versions": versions(),
+        "candidate": record.candidate.to_json(),
+        "keep_constraints": record.keep_constraints,
+        "fixed_leaves": {path: [list(axes) for axes in spec] for path, spec in record.fixed_leaves},
+        "fixed_axes": {axis: list(to) for axis, to in record.fixed_axes},
+        "program": record.program,
+        "target": record.target,
+        "versions": record.versions,
         "evidence": {
             **{
                 f.name: getattr(evidence, f.name)
@@ -192,9 +189,7 @@ def _trial_from_json(data: dict[str, dict[str, object]]) -> Trial:
     )
 
 
-def _evidence_from_json(data: dict[str, object]) -> "Evidence":
-    from autoshard.plan.plan import Evidence
-
+def _evidence_from_json(data: dict[str, object]) -> Evidence:
     rest = dict(data)
     rest["trials"] = tuple(_trial_from_json(t) for t in rest["trials"])  # type: ignore[attr-defined]
     rest["ranking"] = tuple(rest["ranking"])  # type: ignore[arg-type]

@@ -1,10 +1,9 @@
 """Plan: the candidate that won, with the evidence, ready to run."""
 
 import contextlib
-import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any  # the user's own pytrees have no narrower type
 
 import jax
@@ -15,16 +14,22 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.compat.jaxpr.contexts import without_mesh
 from autoshard.compat.jaxpr.jaxprs import as_function
 from autoshard.compat.xla.stderr_capture import quiet
+from autoshard.compat.xla.versions import versions
 from autoshard.errors import PlanError
 from autoshard.lowering.lower import compilable_step, lower_step, shardings
 from autoshard.plan.donation import refuse_deleted
+from autoshard.plan.evaluation import Evaluation
+from autoshard.plan.file import PlanRecord, describe_program, describe_target, write_plan
+from autoshard.plan.verify import compared
 from autoshard.program.analysis import Analysis
 from autoshard.program.axes import Axes
 from autoshard.program.program import Leaf, Program, held_dtype
-from autoshard.records.layout import Candidate, Constraints, Layout, Spec
+from autoshard.records.evidence import Evidence, PlanSummary
+from autoshard.records.layout import Candidate, Layout, Spec
 from autoshard.records.module import Module
+from autoshard.records.numerics import NumericsReport
 from autoshard.records.trial import Trial
-from autoshard.rungs.profile.numerics import NumericsReport
+from autoshard.report import describe
 from autoshard.rungs.propagate.constraints import minimal_constraints
 from autoshard.space.space import Space
 from autoshard.space.specs import Specs
@@ -34,51 +39,12 @@ _LOOKED_AT = 2
 """Steps whose arrays are looked at one by one: those that follow come from the same places."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What a search learnt, in the order asked.
-
-    Attributes:
-      trials: every trial.
-      ranking: indices of the trials that may be planned, best first; the plan is the first.
-      ended: as of `driver.Found`.
-      target: the devices, in words.
-      memory_limit_bytes: what a device may use, headroom taken off.
-      elapsed_s: seconds by rung, and in all.
-      false_rejections: candidates rung 1 would have rejected and rung 2 found to fit.
-      correction: factors the measurements put on predicted compute and communication.
-      notes: sentences a reader should know (synthetic batches, dropped rules).
-      axes: (name, size, where) of each logical axis.
-      constants_digest: of the calibration.
-      compiles: the most programs that rung 2 could compile; 0 in files that do not say it.
-    """
-
-    trials: tuple[Trial, ...] = ()
-    ranking: tuple[int, ...] = ()
-    ended: str = "finished"
-    target: str = ""
-    memory_limit_bytes: int = 0
-    elapsed_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    false_rejections: int = 0
-    correction: tuple[float, float] = (1.0, 1.0)
-    notes: tuple[str, ...] = ()
-    axes: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
-    constants_digest: str = ""
-    compiles: int = 0
-    created: str = ""
-
-    @property
-    def candidates(self) -> int:
-        """How many layouts were judged, the same in other words counted once."""
-        return len({t.candidate.with_constraints(Constraints.USUAL) for t in self.trials})
-
-
 class Plan:
     """A sharding plan for one workload on one target. Made by `search` and `load_plan`.
 
     Attributes:
-      mesh: the `jax.sharding.Mesh`, its axes Auto; an AbstractMesh where the devices are not here.
-      layout: mesh shape, compute rules, storage rules.
+      mesh: the `jax.sharding.Mesh`, its axes Auto; an AbstractMesh for named hardware.
+      layout: mesh shape, activation rules, state rules.
       knobs: the knob values the plan was made with.
       state_shardings, batch_shardings: pytrees of NamedSharding.
       evidence: what the search learnt.
@@ -121,17 +87,17 @@ class Plan:
 
     @property
     def axes(self) -> Axes:
-        """The logical axes its rules name."""
+        """The logical axes of the program, which the rules name."""
         return self._analysis.axes
 
     @property
     def target(self) -> Target:
-        """The devices it is for."""
+        """The devices that the plan is for."""
         return self._target
 
     @property
     def digest(self) -> str:
-        """Of the program the plan is for."""
+        """The digest of the program that the plan is for."""
         return self._analysis.digest
 
     @property
@@ -151,7 +117,7 @@ class Plan:
 
     @property
     def platform(self) -> str:
-        """The platform programs are lowered for."""
+        """The platform that programs are lowered for."""
         return self._target.lowering_platform
 
     @property
@@ -161,8 +127,18 @@ class Plan:
     @property
     def trial(self) -> Trial | None:
         """The winner's trial."""
-        ranking = self.evidence.ranking
-        return self.evidence.trials[ranking[0]] if ranking else None
+        return self.evidence.winner
+
+    @property
+    def summary(self) -> PlanSummary:
+        """The plan as plain data, from which `str` prints."""
+        return PlanSummary(
+            evidence=self.evidence,
+            layout=self.layout,
+            target=self._target.describe(),
+            is_here=self._target.is_here,
+            labels={axis.name: axis.label for axis in self.axes.axes},
+        )
 
     @property
     def specs(self) -> Specs:
@@ -170,11 +146,11 @@ class Plan:
         return self._specs
 
     def init(self) -> Any:
-        """The initial state, born sharded: no device ever holds the whole of it.
+        """The initial state, made sharded: no device holds the whole of it.
 
         Raises:
-          PlanError: the plan is for hardware that is not here; so say `place`, `put`, `step`, `jit`
-            and `check`.
+          PlanError: the plan is for named hardware. `place`, `put`, `step`, `jit` and `check` raise
+            it too.
         """
         self._must_be_here()
         wanted = jax.tree.leaves(self.state_shardings)
@@ -186,8 +162,8 @@ class Plan:
     def place(self, state: Any) -> Any:
         """A state from elsewhere (a checkpoint, host arrays), sharded as the plan wants it.
 
-        The arrays given stay usable: what is placed shares no memory with them, so that donating
-        it to `step` is harmless.
+        The given arrays stay usable: the placed ones share no memory with them, so `step` may
+        donate them.
 
         Raises:
           PlanError: a leaf has another shape or dtype than the plan's state, or is deleted.
@@ -204,12 +180,12 @@ class Plan:
         return jax.tree.unflatten(self.program.state_tree, placed)
 
     def put(self, batch: Any) -> Any:
-        """A batch on the devices. In a job of many processes each gives its own part.
+        """A batch on the devices. In a job of many processes each process gives its own part.
 
         Args:
           batch: arrays; with one process the global batch, with many this process's part of it
-            (the rows its devices hold). On CPU devices NumPy arrays may be taken as they are,
-            as by `jax.device_put`: fill no array anew that a step may still read.
+            (the rows that its devices hold). On CPU devices the batch may share memory with a
+            NumPy array, as with `jax.device_put`: do not fill an array again that a step reads.
         """
         self._must_be_here()
         leaves, tree = jax.tree.flatten(batch)
@@ -230,15 +206,15 @@ class Plan:
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """One training step: (state, batch) -> (new state, metrics).
 
-        The state is donated: use the new one. Its shardings are exactly those of the old, so many
-        steps compile once. The batch is never donated. Metrics are replicated.
+        The state is donated: use the new one. Both have the same shardings, so steps compile once.
+        The batch is never donated. Metrics are replicated.
 
-        Arrays that lie elsewhere are moved, which costs time at each step. The first time this
+        Arrays with other shardings are moved, which costs time at each step. The first time this
         happens to a state, and to a batch, a warning names the leaf.
 
         Raises:
-          PlanError: an array has another shape or dtype than the plan's, or is deleted, as the old
-            state is.
+          PlanError: an array has another shape or dtype than the plan's, or was deleted, like a
+            donated state.
         """
         self._must_be_here()
         program = self.program
@@ -331,27 +307,25 @@ class Plan:
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(state, batch)` jitted with the plan's shardings, for evaluation.
 
-        Its own logical axes are found anew; those the plan has rules for are sharded by them. Other
-        batch shapes are accepted: what no longer divides is replicated. Nothing is donated, and
-        what it returns is replicated. Each shape is compiled once; the programs of the last 16
-        shapes are kept.
+        The function has logical axes of its own. Those that the plan has rules for are sharded.
+        Other batch shapes are accepted: a dimension that does not divide is replicated. Nothing is
+        donated, and results are replicated. Each shape is compiled once; the programs of the last
+        16 shapes are kept.
         """
-        from autoshard.plan.evaluation import Evaluation
-
         self._must_be_here()
-        return Evaluation(function, self)
+        return Evaluation(function, self._analysis, self._specs, self.layout, self.mesh)
 
     def check(self, steps: int = 2, seed: int = 0) -> NumericsReport:
         """Compares the step with the unsharded one, from one initial state, on these devices.
 
-        What a search does with all that it measures (`rungs.numerics`), for a plan that was made
-        where the devices were not, or with other versions. One device must hold the unsharded step
-        (each of them, where the step has manual regions, which run on their own mesh). The host
-        holds two states beside the initial one. With less free memory the unsharded step runs
-        several times; with room for less than one state some leaves are not compared.
+        A search checks everything that it measures. This checks a plan that was made for named
+        hardware, or with other versions. One device must hold the unsharded step; if the step uses
+        `shard_map`, each device must. The host holds two states beside the initial one. With less
+        free memory the unsharded step runs several times; with room for less than one state some
+        leaves are not compared.
 
         Args:
-          seed: of the batches, from the workload's `sample` or synthetic.
+          seed: the seed of the batches, from the workload's `sample` or synthetic.
 
         Returns:
           Every leaf of state and metrics, with its error and what was allowed. `unchecked` names
@@ -361,8 +335,6 @@ class Plan:
           PlanError: a leaf differs by more, or the unsharded step does not run.
         """
         self._must_be_here()
-        from autoshard.plan.verify import compared
-
         return compared(self.program, self._target, self.lower(), steps=steps, seed=seed)
 
     def lower(self) -> Module:
@@ -370,15 +342,21 @@ class Plan:
         return lower_step(self._analysis, self._constrained, self._target)
 
     def save(self, path: str) -> None:
-        """Writes the plan as JSON, whole or not at all; `autoshard.load_plan` reads it."""
-        from autoshard.plan.file import write_plan
-
-        write_plan(self, path)
+        """Writes the plan as JSON, completely or not at all; `autoshard.load_plan` reads it."""
+        record = PlanRecord(
+            candidate=self.candidate,
+            program=describe_program(self.program, self.digest),
+            target=describe_target(self._target),
+            versions=versions(),
+            fixed_leaves=self.fixed_leaves,
+            fixed_axes=self.fixed_axes,
+            evidence=self.evidence,
+            keep_constraints=self.keep_constraints,
+        )
+        write_plan(record, path)
 
     def __str__(self) -> str:
-        from autoshard.report import describe
-
-        return describe(self)
+        return describe(self.summary)
 
     def __repr__(self) -> str:
         return f"<Plan {self.layout.to_json()} knobs={self.knobs}>"

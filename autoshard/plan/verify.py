@@ -4,9 +4,9 @@ from autoshard.errors import PlanError
 from autoshard.lowering.lower import lower_unsharded
 from autoshard.program.program import Program
 from autoshard.records.module import Module
+from autoshard.records.numerics import NumericsReport
 from autoshard.records.trial import Failure
 from autoshard.rungs.profile.inputs import make_inputs
-from autoshard.rungs.profile.numerics import NumericsReport
 from autoshard.rungs.profile.runner import LocalRunner
 from autoshard.target.target import Target
 

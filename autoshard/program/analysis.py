@@ -8,7 +8,8 @@ import jax
 from autoshard.compat.jaxpr import jaxprs
 from autoshard.compat.jaxpr.contexts import without_mesh
 from autoshard.compat.shardy import flattening, stablehlo
-from autoshard.program.axes import Axes, find_axes
+from autoshard.program.axes import Axes
+from autoshard.program.axis_names import find_axes
 from autoshard.program.placement import find_sites
 from autoshard.program.program import Program
 from autoshard.program.rewrite import constrained

@@ -386,7 +386,7 @@ def _narrows(eqn: jaxprs.JaxprEqn) -> bool:
     """A cast to fewer bytes, as of parameters to the type that is computed in.
 
     Of a parameter it is done where the parameter is stored: with a constraint on what uses it
-    alone, XLA gathers the wide array and then casts (docs/decisions/0012).
+    alone, XLA gathers the wide array and then casts.
     """
     if eqn.primitive.name != "convert_element_type":
         return False

@@ -48,7 +48,7 @@ class Gather(enum.StrEnum):
         "small_replicated"  # the smallest arrays, at most 1 % of the state, never cut
     )
     PER_STEP = "per_step"  # once a step, before the loops that use it
-    PARAMS_REPLICATED = "params_replicated"  # parameters are never cut, moments are (ZeRO-1)
+    PARAMS_REPLICATED = "params_replicated"  # state rules cut moments alone (ZeRO-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class Layout:
         (only when adjacent, so that device order is unchanged), and every table is sorted.
 
         Args:
-          apart: mesh axes that something else than the rules names: they never merge.
+          apart: mesh axes that something other than the rules names. They never merge.
         """
         keep = [(name, size) for name, size in self.mesh if size > 1]
         alive = {name for name, _ in keep}
@@ -139,7 +139,7 @@ class Layout:
         )
 
     def spread_over(self, mesh: tuple[tuple[str, int], ...]) -> "Layout | None":
-        """The same layout on `mesh`, of which `canonical` dropped axes; None if on another mesh."""
+        """The same layout on `mesh`, before `canonical` merged axes; None on another mesh."""
         rest = [(name, size) for name, size in mesh if size > 1]
         wide: dict[str, tuple[str, ...]] = {}
         for name, size in self.mesh:
@@ -184,8 +184,8 @@ class Layout:
         """Reads what `to_json` wrote.
 
         Raises:
-          LayoutError: `data` is not a layout, or says what this version does not know, without
-            which it would be another; the message names the field.
+          LayoutError: `data` is not a layout, or has a field that this version does not know. The
+            message names the field.
         """
         if not isinstance(data, dict):
             raise LayoutError(f"a layout is a JSON object, got {type(data).__name__}")
@@ -258,7 +258,7 @@ def _adjacent(to: tuple[str, ...], first: str, second: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A layout plus one value for each knob: what is asked for, judged and planned.
+    """A layout plus one value for each knob: what a search judges and plans.
 
     Attributes:
       layout: a canonical layout.
@@ -280,7 +280,7 @@ class Candidate:
         )
 
     def with_constraints(self, constraints: Constraints) -> "Candidate":
-        """The same layout, put into the program by that many constraints."""
+        """The same layout with another constraint density."""
         layout = dataclasses.replace(self.layout, constraints=constraints)
         return dataclasses.replace(self, layout=layout)
 

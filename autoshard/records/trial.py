@@ -37,12 +37,22 @@ class Kind(enum.StrEnum):
     UNSUPPORTED = "unsupported"
 
 
+COLLECTIVE_KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "collective_permute",
+)
+"""The kinds of collectives that have a price."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One communicating operation, or several alike.
 
     Attributes:
-      kind: all_reduce, all_gather, reduce_scatter, all_to_all or collective_permute.
+      kind: one of `COLLECTIVE_KINDS`.
       group_size: devices that take part together.
       mesh_axes: the mesh axes the group runs over, or parts of them (`"x":(2)4`, see `subaxes`);
         empty where groups are no product of them.

@@ -12,8 +12,8 @@ class Work:
       name: what a person recognises: the target of a custom call, else JAX's path to the operation,
         else the instruction's name.
       matmul_flops: (dtype, operations) of matrix products and convolutions, sorted by the dtype of
-        the left operand as `precision.effective_matmul_dtype` names it; declared operations of a custom call count here,
-        under the type of its first float operand, or of its integers where it has none.
+        the left operand as `precision.effective_matmul_dtype` names it; declared operations of a
+        custom call count here, under the type of its first float operand, else of its integers.
       element_flops: all other operations, transcendentals included.
       transcendentals: the part of them that are exp, tanh, sqrt and their like.
       bytes: read from and written to the main memory.

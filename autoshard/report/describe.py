@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from autoshard.records.evidence import PlanSummary
 from autoshard.records.layout import Constraints
 from autoshard.records.trial import Estimate, Failure, Measurement, Stage, Trial, relative_time
 from autoshard.records.words import (
@@ -19,9 +19,6 @@ from autoshard.records.words import (
 )
 from autoshard.report.explain import explain, numerics
 
-if TYPE_CHECKING:
-    from autoshard.plan.plan import Plan
-
 _LONGEST = 12
 _MOST_PATHS = 2
 _UNFINISHED = {
@@ -31,12 +28,12 @@ _UNFINISHED = {
 }
 
 
-def describe(plan: "Plan") -> str:
+def describe(plan: PlanSummary) -> str:
     """Everything a person wants to see of a plan: table, rules, reason, numerics, notes."""
     evidence = plan.evidence
-    names = {axis.name: axis.label for axis in plan.axes.axes}
+    names = plan.labels
     shown = _shown(evidence.trials, evidence.ranking)
-    lines = [f"Plan for {evidence.target or plan.target.describe()} ({evidence.ended})"]
+    lines = [f"Plan for {evidence.target or plan.target} ({evidence.ended})"]
     lines += [words for how, words in _UNFINISHED.items() if evidence.ended.startswith(how)]
     lines += [*_table(shown, evidence.memory_limit_bytes), "", "Rules:"]
     lost: dict[str, dict[str, list[int]]] = {}

@@ -1,15 +1,11 @@
 """Why the winner wins, in one sentence, and the state of the numerics check."""
 
-from typing import TYPE_CHECKING
-
+from autoshard.records.evidence import PlanSummary
 from autoshard.records.trial import Estimate, Failure, Measurement, Trial, paired_ratio
 from autoshard.records.words import mebibytes, power, seconds
 
-if TYPE_CHECKING:
-    from autoshard.plan.plan import Plan
 
-
-def explain(plan: "Plan") -> str:
+def explain(plan: PlanSummary) -> str:
     """One sentence: what the winner saves over the best other way, and where."""
     evidence = plan.evidence
     winner = plan.trial
@@ -50,10 +46,8 @@ def explain(plan: "Plan") -> str:
             f" others were run and failed, the first of a {failed[0].kind}."
         )
     if not others:
-        return (
-            f"The winner{named} was compared with no baseline: of those that fit none was judged as"
-            " far."
-        )
+        seen = "compiled" if winner.compiled else "estimated"
+        return f"The winner{named} was compared with no baseline: no other that fits was {seen}."
     rival = min(others, key=lambda t: t.estimate.time_s if t.estimate else 0.0)
     assert rival.estimate is not None
     return (
@@ -107,12 +101,12 @@ def _difference(winner: Trial, rival: Trial) -> str:
     )
 
 
-def numerics(plan: "Plan") -> str:
+def numerics(plan: PlanSummary) -> str:
     """The state of the numerics check, in one sentence."""
     winner = plan.trial
     measured = winner.profiled if winner else None
     if not isinstance(measured, Measurement) or measured.numerics == "unchecked":
-        where = "" if plan.target.is_here else " where the devices are"
+        where = "" if plan.is_here else " where the devices are"
         return f"Numerics: unchecked; plan.check() compares with the unsharded step{where}."
     if measured.numerics == "unsharded":
         return "Numerics: it is the unsharded step, on one device, and stays finite in 2 steps."

@@ -77,7 +77,7 @@ class Progress:
         done = f" {event.done}/{event.total}" if event.total else ""
         best = "" if event.best_s is None else f", best so far {seconds(event.best_s)}"
         clock = f"{minutes}:{int(elapsed_s) % 60:02}"
-        return f"autoshard {clock}  {_STAGES[event.stage]}{done}: {event.text}{best}"
+        return f"autoshard {clock}  {_STAGES[event.stage]}{done}{best}: {event.text}"
 
 
 @contextlib.contextmanager
@@ -107,29 +107,11 @@ def _terminal_line() -> Iterator[Line]:
         yield _Returning(sys.stderr)
         return
     with stream:
+        line = _Returning(stream)
         try:
-            from rich.console import Console
-            from rich.live import Live
-            from rich.text import Text
-        except ImportError:
-            plain = _Returning(stream)
-            try:
-                yield plain
-            finally:
-                plain.write("")
-            return
-        # What else is printed meanwhile goes above the line.
-        console = Console(file=stream, force_terminal=True)
-        same = sys.stdout is not None and sys.stdout.isatty()
-        with Live(
-            console=console, transient=True, auto_refresh=False, redirect_stdout=same
-        ) as live:
-
-            class Rich:
-                def write(self, text: str) -> None:
-                    live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
-
-            yield Rich()
+            yield line
+        finally:
+            line.write("")
 
 
 class _Returning:

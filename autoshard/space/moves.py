@@ -13,8 +13,8 @@ from autoshard.space.space import Space
 def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates one decision away.
 
-    Another rule, another level of `Gather`, small arrays replicated or not, inputs of loops gathered
-    before them or not, one or all conflict losers more or fewer, a mesh axis divided or moved.
+    Another rule, another level of `Gather`, small arrays replicated or not, loop inputs
+    gathered before the loop or not, other conflict losers, a mesh axis divided or moved.
     """
     return (near for near in moves(space, candidate) if space.contains(near) is None)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.errors import CalibrationError
+from autoshard.errors import CalibrationError, HloError
 from autoshard.records.layout import MeshShape
 from autoshard.records.trial import Collective
 from autoshard.records.work import Work
@@ -48,8 +48,6 @@ FRESH_FROM_BYTES = 32 << 20
 Smaller ones it mostly keeps after the first time: mallopt(3), M_MMAP_THRESHOLD, which rises by
 itself to at most 4 MiB times the size of a long.
 """
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,15 +237,22 @@ class CostModel:
         return self._devices * (max(busy, float(self.memory_s(work.bytes))) + c.launch_s)
 
     def collective_s(self, one: Collective, mesh: MeshShape) -> float:
-        """Seconds of one execution of a collective on a mesh."""
+        """Seconds of one execution of a collective on a mesh.
+
+        Raises:
+          HloError: its kind is unknown, or the constants hold no measurement of it.
+        """
         if one.group_size <= 1:
             return 0.0
         if self._network is not None:
             spans = self._network.spans(one.mesh_axes, one.group_size, mesh, one.members)
             return collective_s(one.kind, spans, one.bytes)
-        links = self._links.get(one.kind) or self._links.get("all_gather")
-        if not links:
-            return 0.0
+        links = self._links.get(one.kind)
+        if links is None:
+            raise HloError(
+                f"got a collective of kind {one.kind!r} in groups of {one.group_size}, expected one"
+                f" of {sorted(self._links)}, which were measured"
+            )
         # Between two measured group sizes both constants are taken to be linear in the size.
         sizes, latencies, per_bytes = links
         latency = float(np.interp(one.group_size, sizes, latencies))

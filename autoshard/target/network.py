@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.compat.xla.device_order import device_order
-from autoshard.errors import TargetError
+from autoshard.errors import HloError, TargetError
 from autoshard.records.layout import MeshShape
 from autoshard.records.subaxes import groups_along
+from autoshard.records.trial import COLLECTIVE_KINDS
 from autoshard.target.catalogue import Link
 from autoshard.target.topology import Topology
 
@@ -59,7 +60,14 @@ def collective_s(kind: str, spans: Sequence[Span], bytes_: float) -> float:
     Args:
       kind: as in `trial.Collective`.
       bytes_: the larger of the local operand and the local result.
+
+    Raises:
+      HloError: the kind is unknown.
     """
+    if kind not in COLLECTIVE_KINDS:
+        raise HloError(
+            f"got a collective of kind {kind!r}, expected one of {sorted(COLLECTIVE_KINDS)}"
+        )
     if not spans:
         return 0.0
     latency = sum(s.latency_s * s.steps for s in spans)
@@ -112,7 +120,7 @@ class Network:
                 raise TargetError(
                     f"no link of {self._topology.name} joins the devices of groups of"
                     f" {groups.shape[1]} over {axes} of the mesh {dict(mesh)}, expected one that"
-                    " does: correct the domains of the chip's links (docs/catalogue.md)"
+                    " does: correct the domains of the chip's links (docs/targets.md)"
                 )
             self._known[key] = spans
         return self._known[key]

@@ -200,7 +200,7 @@ def parse_topology(name: str, chips: Mapping[str, Chip]) -> Topology:
         raise TargetError(
             f"target {name!r}: got unknown chip {match['chip']!r}; {near}Known are"
             f" {', '.join(chips)}; a chip of your own can be given in a catalogue file"
-            " (docs/catalogue.md)"
+            " (docs/targets.md)"
         )
 
     def fail(got: str, expected: str) -> TargetError:

@@ -11,19 +11,19 @@ _log = logging.getLogger("autoshard")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of a search. The baselines are always judged, also beyond a limit of candidates.
+    """Limits of a search. Rung 1 judges every baseline, also beyond the limit of candidates.
 
     Attributes:
       candidates: judged by rung 1.
       compiles: programs compiled by rung 2, half of them (rounded up) baselines as such, at most.
         None for 10, and 2 more for each program above two that this machine compiles at once.
-        Of six or more that nothing is measured after, two are the best layout again, put into the
-        program by other constraints, and of nine or more a third is the next best.
+        Without measurements, two of six compiles retry the best layout with other constraint
+        densities, and one of nine retries the next best.
       profiles: programs measured by rung 3; 0 plans without measuring.
-      seconds: wall time of the whole search, tracing and a calibration included, which are not cut
-        short; None for no limit.
+      seconds: wall time of the whole search; None for no limit. It includes tracing and
+        calibration, which are never cut short.
       compile_seconds, measure_seconds: limits of one compile and of one measuring call, which is
-        killed then; not on accelerators that are here, where both run in the search's own process.
+        then killed. They do not hold on live accelerators, where both run in the search's process.
       rounds: the most rounds of the final race.
     """
 
@@ -60,12 +60,12 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Where a search is.
+    """The progress of a search.
 
     Attributes:
-      stage: the rung at work (trace stands for everything before rung 1).
-      done, total: how many are done of how many: steps before rung 1, candidates that the budget
-        allows to rungs 1 and 2, finalists of a race; 0, 0 where that says nothing.
+      stage: the rung at work; trace means everything before rung 1.
+      done, total: steps before rung 1, candidates of rungs 1 and 2 out of the budget's, or
+        finalists of a race; 0, 0 if there is nothing to count.
       text: one line for a person.
       best_s: the best step time so far, predicted or measured, seconds; None if there is none.
     """

@@ -243,7 +243,7 @@ class Journal:
         return self._outcomes.get(key)
 
     def note(self, key: str) -> dict[str, object]:
-        """What the outcome's line says beside it; {} if there is none."""
+        """The notes beside an outcome; {} if there are none."""
         return self._notes.get(key, {})
 
     def attempts(self, key: str) -> int:
@@ -258,10 +258,10 @@ class Journal:
 
     @contextlib.contextmanager
     def attempted(self, notes: Mapping[str, dict[str, object]]) -> Iterator[None]:
-        """Inside, work under some keys is done that may take the process down.
+        """A block of work under some keys that may take the process down.
 
-        What is left without an outcome is withdrawn: unless the process dies, it was left in good
-        order, and its start says nothing of what was begun.
+        Work without an outcome is withdrawn at the end. If the process lives on, the work was left
+        in good order, and its start says nothing about the program.
         """
         for key, note in notes.items():
             self.started(key, note)

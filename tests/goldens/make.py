@@ -25,10 +25,11 @@ import jax
 import numpy as np
 
 import autoshard
-from autoshard.lowering.problem import make_subject
-from autoshard.plan.plan import Evidence, Plan
+from autoshard.lowering.problem import make_problem
+from autoshard.plan.plan import Plan
 from autoshard.program.program import trace
-from autoshard.records.layout import Layout, Whole, Wording
+from autoshard.records.evidence import Evidence
+from autoshard.records.layout import Constraints, Gather, Layout
 from autoshard.space.baselines import baselines
 from autoshard.space.space import Space
 from autoshard.target.target import find_target
@@ -90,7 +91,7 @@ def _unsearched(baseline: str, **changes: object) -> Callable[..., Plan]:
 
     def make(model_fn: Callable[..., autoshard.Workload], folder: pathlib.Path) -> Plan:
         target = find_target(jax.devices())
-        subject = make_subject(trace(model_fn()), target, "free", None)
+        subject = make_problem(trace(model_fn()), target, "free", None)
         found = [b.candidate.layout for b in baselines(subject.space) if b.name == baseline]
         layout = _changed(subject.space, found[-1], changes)
         analysis = subject.analysis_for(layout)
@@ -118,18 +119,20 @@ CASES: dict[str, Case] = {
     "fixed": Case(model_fn=workloads.mlp, make=_fixed),
     "gathered-once": Case(
         model_fn=programs.scanned_mlp,
-        make=_unsearched("FSDP x TP, gathered once", whole_into_loops=True, wording=Wording.LEAST),
+        make=_unsearched(
+            "FSDP x TP, gathered once", gather_loop_inputs=True, constraints=Constraints.MINIMAL
+        ),
     ),
     "zero-1": Case(
         model_fn=programs.equal_width_mlp,
-        make=_unsearched("ZeRO-1", wording=Wording.ALL),
+        make=_unsearched("ZeRO-1", constraints=Constraints.ALL),
     ),
     "conflict": Case(
         model_fn=programs.equal_width_mlp,
         make=_unsearched(
             "tensor parallel",
-            whole=Whole.USED,
-            giving_way=("*[1]:32", "0[0]:32", "1[1]:32"),
+            gather=Gather.PARAMS_REPLICATED,
+            conflict_losers=("*[1]:32", "0[0]:32", "1[1]:32"),
         ),
     ),
     "small-whole": Case(

@@ -18,9 +18,10 @@ from autoshard import api
 from autoshard.errors import PlanError
 from autoshard.lowering.problem import make_problem
 from autoshard.plan import load as validity
-from autoshard.plan.file import describe_target, read_plan, write_plan
-from autoshard.plan.plan import Evidence, Plan
+from autoshard.plan.file import describe_target, read_plan
+from autoshard.plan.plan import Plan
 from autoshard.program.program import trace
+from autoshard.records.evidence import Evidence
 from autoshard.records.trial import Collective, Estimate
 from autoshard.rungs.worker import process as worker_module
 from autoshard.space.baselines import baselines
@@ -101,7 +102,7 @@ def test_saving_is_whole_or_not_at_all(searched, saved, tmp_path, monkeypatch):
     broken = copy.copy(searched.plan)
     broken.evidence = dataclasses.replace(broken.evidence, notes=(object(),))
     with pytest.raises(TypeError):
-        write_plan(broken, path)
+        broken.save(path)
     assert path.read_text() == "precious" and os.listdir(tmp_path) == ["plan.json"]
     searched.plan.save(path)
     assert read_plan(path).candidate == searched.plan.candidate

@@ -13,8 +13,9 @@ from autoshard.lowering.lower import lower_step
 from autoshard.lowering.problem import make_problem
 from autoshard.plan import evaluation
 from autoshard.plan import verify as checked
-from autoshard.plan.plan import Evidence, Plan, _number
+from autoshard.plan.plan import Plan, _number
 from autoshard.program.program import Leaf, trace
+from autoshard.records.evidence import Evidence
 from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage
 from autoshard.rungs.profile.runner import LocalRunner
 from autoshard.rungs.propagate.constraints import minimal_constraints

@@ -34,7 +34,7 @@ def test_canonical_has_no_axis_of_size_one_and_no_pair_that_could_merge(layout: 
 def test_json_round_trip(layout: Layout) -> None:
     again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
     assert again.canonical() == layout.canonical()
-    assert (again.mesh, again.compute, again.storage, again.constraints) == (
+    assert (again.mesh, again.activation_rules, again.state_rules, again.constraints) == (
         layout.mesh,
         layout.activation_rules,
         layout.state_rules,
@@ -49,7 +49,7 @@ def test_axes_of_size_one_change_nothing(layout: Layout, at: int) -> None:
         layout,
         mesh=mesh,
         activation_rules=tuple((a, ("one", *to)) for a, to in layout.activation_rules),
-        storage=tuple((a, (*to, "one")) for a, to in layout.state_rules),
+        state_rules=tuple((a, (*to, "one")) for a, to in layout.state_rules),
     )
     assert wider.canonical() == layout.canonical()
 
@@ -78,8 +78,8 @@ def test_an_axis_divided_in_two_that_stay_together_changes_nothing(
 def test_the_order_of_tables_changes_nothing(layout: Layout) -> None:
     shuffled = Layout(
         mesh=layout.mesh,
-        compute=layout.activation_rules[::-1],
-        storage=layout.state_rules[::-1],
+        activation_rules=layout.activation_rules[::-1],
+        state_rules=layout.state_rules[::-1],
         conflict_losers=layout.conflict_losers[::-1],
         gather=layout.gather,
         small_replicated=layout.small_replicated,
@@ -126,9 +126,9 @@ def test_merging_keeps_the_device_order() -> None:
 def test_the_name_that_small_arrays_whole_had_before_is_read() -> None:
     old = {"mesh": [["x", 2]], "compute": {"batch": ["x"]}, "storage": {"embed": ["x"]}}
     old |= {"conflict_losers": [], "as_annotated": False}
-    assert Layout.from_json(old).whole is Gather.PER_USE
+    assert Layout.from_json(old).gather is Gather.PER_USE
     small = Layout.from_json({**old, "small_whole": True})
-    assert small.whole is Gather.SMALL_REPLICATED
+    assert small.gather is Gather.SMALL_REPLICATED
     assert small.to_json() == {**old, "whole": "small"}
     with pytest.raises(LayoutError, match="half"):
         Layout.from_json({**old, "whole": "half"})

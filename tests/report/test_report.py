@@ -76,7 +76,7 @@ def test_rules(compute, storage, text):
 )
 def test_what_stays_whole_is_told(whole, text):
     compute, storage = rules({"batch": "x"}), rules({"embed": "x"})
-    layout = Layout(mesh=MESH, activation_rules=compute, storage=storage, gather=whole)
+    layout = Layout(mesh=MESH, activation_rules=compute, state_rules=storage, gather=whole)
     assert rules_in_words(layout) == text
 
 
@@ -98,7 +98,9 @@ def test_other_words():
 
 def test_rules_are_short():
     table = rules({"a": "y", "b": "y", "batch": "x", "c": "y", "d": "y", "e": "y", "f": "y"})
-    layout = Layout(mesh=MESH, activation_rules=table, storage=table, conflict_losers=("a", "b"))
+    layout = Layout(
+        mesh=MESH, activation_rules=table, state_rules=table, conflict_losers=("a", "b")
+    )
     assert rules_in_words(layout, {"a": "heads"}) == (
         "batch over x; heads, b, c, d and 2 more over y; heads, b give way"
     )
@@ -127,8 +129,8 @@ def measurement(seconds_, **changes):
     return Measurement(**{**fields, **changes})
 
 
-def trial(name, mesh=MESH, compute=None, **changes):
-    layout = Layout(mesh=mesh, activation_rules=rules(compute or {name or "found": "x"}))
+def trial(name, mesh=MESH, activation_rules=None, **changes):
+    layout = Layout(mesh=mesh, activation_rules=rules(activation_rules or {name or "found": "x"}))
     fields = {
         "candidate": Candidate(layout=layout),
         "propagated": estimate(Rung.PROPAGATE),
@@ -138,27 +140,18 @@ def trial(name, mesh=MESH, compute=None, **changes):
 
 
 def planned(searched, trials, ranking=(0,), **evidence):
-    """A plan like the fixture's, with other evidence."""
-
-    class Shown:
-        evidence: object
-        layout = trials[0].candidate.layout
-        mesh = searched.plan.mesh
-        target = searched.plan.target
-        axes = searched.plan.axes
-
-        @property
-        def trial(self):
-            return trials[ranking[0]]
-
-    shown = Shown()
-    shown.evidence = dataclasses.replace(
-        searched.plan.evidence,
-        trials=tuple(trials),
-        ranking=tuple(ranking),
-        **{"notes": (), **evidence},
+    """The fixture's plan with other evidence."""
+    summary = searched.plan.summary
+    return dataclasses.replace(
+        summary,
+        layout=trials[0].candidate.layout,
+        evidence=dataclasses.replace(
+            summary.evidence,
+            trials=tuple(trials),
+            ranking=tuple(ranking),
+            **{"notes": (), **evidence},
+        ),
     )
-    return shown
 
 
 def test_the_table_has_a_row_for_each_finalist_and_each_baseline(searched):
@@ -449,7 +442,7 @@ def test_the_times_of_a_table_never_contradict_its_order(searched, times):
     ]
     rows = [
         Row(
-            subject=0,
+            problem=0,
             candidate=trial(f"baseline {i}").candidate,
             baseline=f"baseline {i}",
             program=i,
@@ -460,7 +453,7 @@ def test_the_times_of_a_table_never_contradict_its_order(searched, times):
         for i, one in enumerate(found)
     ]
     ledger = SearchState(
-        subjects=[],
+        problems=[],
         target=searched.plan.target,
         cost=None,
         budget=Budget(),

@@ -39,7 +39,7 @@ def test_data_parallel_shards_the_batch_and_nothing_else() -> None:
     layout = baseline(subject("scanned_gpt").space, "data parallel")
     assert layout.activation_rules == (("batch", ("x",)),) and layout.state_rules == ()
     clip = baseline(subject("clip").space, "data parallel")
-    assert {axis for axis, _ in clip.compute} == {"batch.image", "batch.text"}
+    assert {axis for axis, _ in clip.activation_rules} == {"batch.image", "batch.text"}
 
 
 def test_fsdp_stores_an_eighth_and_computes_as_data_parallel_does() -> None:
@@ -48,7 +48,7 @@ def test_fsdp_stores_an_eighth_and_computes_as_data_parallel_does() -> None:
     replicated = judge(of, baseline(of.space, "replicated"))
     fsdp = judge(of, layout)
     assert fsdp.state_bytes == replicated.state_bytes / 8
-    assert layout.activation_rules == baseline(of.space, "data parallel").compute
+    assert layout.activation_rules == baseline(of.space, "data parallel").activation_rules
 
 
 def test_tensor_parallel_cuts_columns_then_rows() -> None:
@@ -134,7 +134,7 @@ def test_what_lies_beside_the_examples_takes_no_baseline_away() -> None:
     assert {a.size for a in of.space.axes.axes if a.is_batch} == {32, 197}
     found = {b.name: b.candidate.layout for b in baselines(of.space)}
     assert {"data parallel", "FSDP", "tensor parallel", "FSDP x TP", "data x TP"} <= set(found)
-    (examples,) = dict(found["data parallel"].compute)
+    (examples,) = dict(found["data parallel"].activation_rules)
     assert of.space.axes.axis(examples).size == 32
     for layout in found.values():
         judge(of, layout)
@@ -161,7 +161,7 @@ def test_examples_that_the_state_holds_are_stored_as_they_are_computed() -> None
     assert space.specs(data).inputs == ((("x",), ()), ((), ()), (("x",), ()))
     fsdp = space.specs(baseline(space, "FSDP"))
     assert fsdp.inputs[0] == (("x",), ()) and fsdp.inputs[1] in ((("x",), ()), ((), ("x",)))
-    whole = space.layout(data.mesh, dict(data.compute), {})
+    whole = space.layout(data.mesh, dict(data.activation_rules), {})
     assert space.contains(space.candidate(whole)) is None
 
 

@@ -199,7 +199,7 @@ def test_a_batch_that_the_second_mesh_axis_does_not_divide() -> None:
     space = analyse(train(loss, lambda: normal(0, EMBED, MLP), shaped(6, EMBED))).space
     mesh = (("x", 2), ("y", 4))
     both = Layout(mesh=mesh, activation_rules=rules({"batch": ("x", "y")}), state_rules=())
-    assert refusal(space, dataclasses.replace(both, storage=_apart(space))) == (
+    assert refusal(space, dataclasses.replace(both, state_rules=_apart(space))) == (
         "batch[6, 32] cannot be divided by y=4"
     )
 

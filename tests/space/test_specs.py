@@ -208,7 +208,7 @@ def test_which_of_two_axes_has_the_mesh_axis_that_both_claim(
     layout = Layout(
         mesh=(("x", 8),),
         activation_rules=both,
-        storage=both,
+        state_rules=both,
         conflict_losers=tuple((embed, mlp)[i] for i in conflict_losers),
     )
     specs = apply("custom_derivatives", layout)
@@ -249,7 +249,7 @@ def test_square_weights_in_a_row_all_divided_alike(conflict_losers: bool) -> Non
     layout = Layout(
         mesh=(("x", 8),),
         activation_rules=both,
-        storage=both,
+        state_rules=both,
         conflict_losers=tuple(axes) if conflict_losers else (),
     )
     expected = ((), ("x",)) if conflict_losers else (("x",), ())
@@ -309,7 +309,7 @@ def test_what_is_drawn_for_each_example_is_divided_as_the_batch_is() -> None:
 def test_small_arrays_stay_whole_where_the_layout_says_so_and_are_not_gathered() -> None:
     of = analyse(scaled_layers())
     every, small = (baseline(of.space, name) for name in ("FSDP", "FSDP, small whole"))
-    assert small.whole is Gather.SMALL_REPLICATED and every.whole is Gather.PER_USE
+    assert small.gather is Gather.SMALL_REPLICATED and every.gather is Gather.PER_USE
     assert small_elements(of.analysis.program, of.analysis.axes) == 64  # of a layer, not of four
     a, b, scale = of.space.specs(small).inputs[:3]
     assert any(a) and any(b) and not any(scale)
@@ -372,7 +372,7 @@ def test_replicating_what_computing_does_not_divide_is_leaving_it_whole() -> Non
     more = dataclasses.replace(replicated, gather=Gather.SMALL_REPLICATED)
     assert of.space.canonical(more) == replicated
     used = of.space.canonical(dataclasses.replace(replicated, gather=Gather.PARAMS_REPLICATED))
-    assert used.whole is Gather.PARAMS_REPLICATED and used.small_replicated
+    assert used.gather is Gather.PARAMS_REPLICATED and used.small_replicated
     assert not any(of.space.specs(used).inputs[1])
 
 
@@ -380,7 +380,7 @@ def test_parameters_are_gathered_once_a_step_or_only_after_the_update() -> None:
     of = subject("momentum_layers")
     names = ("data parallel", "FSDP", "FSDP, gathered once", "ZeRO-1")
     data, fsdp, once, zero = (baseline(of.space, name) for name in names)
-    assert (once.whole, zero.whole) == (Gather.PER_STEP, Gather.PARAMS_REPLICATED)
+    assert (once.gather, zero.gather) == (Gather.PER_STEP, Gather.PARAMS_REPLICATED)
     leaves = of.analysis.program.state
     divided = [any(spec) for spec in of.space.specs(zero).inputs[: len(leaves)]]
     assert divided == ["moments" in leaf.path for leaf in leaves]
@@ -455,8 +455,8 @@ def test_a_step_without_loops_has_nothing_to_gather_once() -> None:
     space = subject("adamw").space
     fsdp = baseline(space, "FSDP")
     once = space.canonical(dataclasses.replace(fsdp, gather=Gather.PER_STEP))
-    assert once.whole is not Gather.PER_STEP
-    assert baseline(space, "ZeRO-1").whole is Gather.PARAMS_REPLICATED
+    assert once.gather is not Gather.PER_STEP
+    assert baseline(space, "ZeRO-1").gather is Gather.PARAMS_REPLICATED
 
 
 def stacked_rnn() -> Workload:

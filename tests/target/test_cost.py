@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.errors import CalibrationError
-from autoshard.records.trial import Collective
+from autoshard.errors import CalibrationError, HloError
+from autoshard.records.trial import COLLECTIVE_KINDS, Collective
 from autoshard.records.work import Work
 from autoshard.target.catalogue import catalogue
 from autoshard.target.catalogued import catalogued
 from autoshard.target.cost import (
     FRESH_FROM_BYTES,
-    KINDS,
     Constants,
     Correction,
     CostModel,
@@ -26,7 +25,7 @@ from autoshard.target.topology import parse_topology
 from tests.analysed import CONSTANTS, COST
 
 amounts = st.floats(0, 1e15, allow_nan=False)
-kinds = st.sampled_from(KINDS)
+kinds = st.sampled_from(COLLECTIVE_KINDS)
 
 
 def kernel_s(cost: CostModel, flops: float, bytes_: float, trips: float, contracts: bool) -> float:
@@ -128,10 +127,13 @@ def test_collectives_are_alpha_beta() -> None:
     assert collective_s(COST, "all_gather", 5, 0) == pytest.approx(1e-5)
 
 
-def test_no_links_and_unknown_kinds_cost_what_is_known() -> None:
+def test_collectives_that_nothing_is_known_of_are_never_free() -> None:
     alone = CostModel(dataclasses.replace(CONSTANTS, links=()))
-    assert collective_s(alone, "all_reduce", 8, 1e9) == 0.0
-    assert collective_s(COST, "something new", 8, 1e6) == collective_s(COST, "all_gather", 8, 1e6)
+    assert collective_s(alone, "all_reduce", 1, 1e9) == 0.0, "nobody to send to"
+    with pytest.raises(HloError, match="'all_reduce' in groups of 8, expected one of"):
+        collective_s(alone, "all_reduce", 8, 1e9)
+    with pytest.raises(HloError, match=r"'something new'.*'all_gather', 'all_reduce'"):
+        collective_s(COST, "something new", 8, 1e6)
 
 
 def test_constants_go_through_json_with_their_digest() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.errors import TargetError
+from autoshard.errors import HloError, TargetError
 from autoshard.records.subaxes import groups_along, places_of_axes
 from autoshard.target.network import Network, collective_s
 from autoshard.target.topology import Topology
@@ -245,3 +245,10 @@ def test_every_group_of_a_torus_costs_something_and_more_for_more(
             cost = collective_s(kind, spans, 1e6)
             assert math.isfinite(cost) and (cost > 0) == (ways > 1)
             assert collective_s(kind, spans, 2e6) >= cost
+
+
+def test_an_unknown_kind_is_an_error_on_every_network() -> None:
+    spans = Network(gpu(2, 4)).spans(("x",), 8, (("x", 8),))
+    for levels in (spans, ()):
+        with pytest.raises(HloError, match="'all_scatter', expected one of"):
+            collective_s("all_scatter", levels, GIB)

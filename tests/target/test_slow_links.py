@@ -75,7 +75,7 @@ def test_a_search_keeps_tensor_parallelism_off_slow_links(name, sequences, tmp_p
     target = target_of(name)
     subject = make_problem(trace(attending(sequences), (), False), target, "free", None)
     ledger = SearchState(
-        subjects=[subject],
+        problems=[subject],
         target=target,
         cost=cost_model(target),
         budget=autoshard.Budget(candidates=150, compiles=1, profiles=0),
@@ -93,8 +93,10 @@ def test_a_search_keeps_tensor_parallelism_off_slow_links(name, sequences, tmp_p
         and row.propagated.peak_memory_bytes <= ledger.limit_bytes
     ]
     best = min(fitting, key=lambda row: row.propagated.time_s).candidate.layout
-    data = dict(best.compute).get("batch", ())
-    tensor = {axis for name, axes in best.compute if name != "batch" for axis in axes} - set(data)
+    data = dict(best.activation_rules).get("batch", ())
+    tensor = {
+        axis for name, axes in best.activation_rules if name != "batch" for axis in axes
+    } - set(data)
     group = [target.order(best.mesh)[place] for place in places_of_axes(sorted(tensor), best.mesh)]
     positions = [target.topology.positions[device] for device in group]
     # Data parallelism takes all slow links there are, the other axes a whole host or slice.

@@ -124,7 +124,7 @@ def test_the_next_larger_target_is_one_that_there_is(name, count, larger):
         ("v5b:4x4", "got unknown chip 'v5b'; did you mean 'v5(e|p)' or 'v5(e|p)'"),
         ("H100:4x8", "unknown chip 'H100'; did you mean 'h100'"),
         ("a100:4x8", "unknown chip 'a100'; did you mean .*'a100-80'"),
-        ("mi300:4x8", r"unknown chip 'mi300';.*Known are v4, .*docs/catalogue\.md"),
+        ("mi300:4x8", r"unknown chip 'mi300';.*Known are v4, .*docs/targets\.md"),
         ("v5p:4x4", "got 2 extents, expected 3 for v5p: chips along each dimension"),
         ("v5e:4x4x4", "got 3 extents, expected 2 for v5e"),
         ("h100:64", "got 1 extents, expected 2 for h100: hosts x devices of a host"),

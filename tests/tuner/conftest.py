@@ -13,7 +13,7 @@ from autoshard.tuner.state import SearchState
 def ledger(tmp_path):
     """A ledger without rows."""
     return SearchState(
-        subjects=[],
+        problems=[],
         target=find_target(jax.devices()),
         cost=None,
         budget=Budget(),

@@ -102,8 +102,8 @@ def test_only_workers_here_are_told_of_a_folder_here(quick, monkeypatch, tmp_pat
 def test_answers_are_kept_by_the_compilers_options_and_without_any_as_before(ledger, monkeypatch):
     of = subject("scanned_mlp")
     candidate = baselines(of.space)[0].candidate
-    row = Row(subject=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
-    ledger.subjects, ledger.cost = [of], COST
+    row = Row(problem=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
+    ledger.problems, ledger.cost = [of], COST
     compile_key = Compiling(ledger, None).key
     profile_key = functools.partial(Measuring(ledger, compile_key)._key, wave="first")
 
@@ -124,8 +124,8 @@ def test_measurements_are_kept_by_the_number_of_threads_and_without_one_as_befor
     """A layout that was stuck with as many threads as devices is tried again with more."""
     of = subject("scanned_mlp")
     candidate = baselines(of.space)[0].candidate
-    row = Row(subject=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
-    ledger.subjects, ledger.cost = [of], COST
+    row = Row(problem=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
+    ledger.problems, ledger.cost = [of], COST
     compile_key = Compiling(ledger, None).key
     measuring = Measuring(ledger, compile_key)
     kept = {}
@@ -151,7 +151,7 @@ def test_measurements_are_kept_by_the_number_of_threads_and_without_one_as_befor
 @pytest.mark.parametrize("kind", ["worker", "here"])
 def test_of_rows_that_come_to_one_program_one_is_compiled(ledger, monkeypatch, answered, kind):
     of = subject("scanned_mlp")
-    ledger.subjects, ledger.cost = [of], COST
+    ledger.problems, ledger.cost = [of], COST
     failed = Failure(stage=Stage.COMPILE, kind=Kind.UNSUPPORTED, message="no")
     judged = estimate(rung=Rung.COMPILE) if answered else failed
     monkeypatch.setattr(compiling, "estimate_of", lambda *_: judged)
@@ -178,7 +178,7 @@ def test_of_rows_that_come_to_one_program_one_is_compiled(ledger, monkeypatch, a
         )
         return [
             Row(
-                subject=0,
+                problem=0,
                 candidate=b.candidate,
                 baseline="",
                 program=i,
@@ -381,9 +381,9 @@ def test_the_compiler_of_a_live_tpu_is_in_the_key(ledger, monkeypatch, platform,
     kept = {}
     monkeypatch.setattr(type(ledger), "key", lambda self, *_, **more: kept.update(more))
     ledger.target = dataclasses.replace(ledger.target, platform=platform)
-    ledger.subjects = [subject("adamw")]
+    ledger.problems = [subject("adamw")]
     candidate = Candidate(layout=Layout(mesh=()))
     Compiling(ledger, None).key(
-        Row(subject=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
+        Row(problem=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
     )
     assert kept["compiler"] == told

@@ -29,7 +29,7 @@ def estimate(time_s=1.0, peak=100, state=10, rung=Rung.PROPAGATE):
 def row(number, baseline="", **changes):
     layout = Layout(mesh=(("x", 8),), activation_rules=rules({f"axis {number}": "x"}))
     fields = {
-        "subject": 0,
+        "problem": 0,
         "candidate": Candidate(layout=layout),
         "baseline": baseline,
         "program": number,
@@ -190,7 +190,7 @@ def test_data_parallel_and_one_fsdp_always_go_on_where_four_are_measured(ledger)
         row(6, "replicated", propagated=estimate(8.0)),
     ]
     ledger.rows = slow
-    assert promoting.hopeful_baselines(ledger) == [0, 1, 2, 3, 4]
+    assert promoting.hopeful_baselines(ledger) == [0, 4, 3, 1, 2]
     for one in ledger.rows:
         one.compiled = dataclasses.replace(one.propagated, rung=Rung.COMPILE)
     assert promoting.worth_measuring(ledger, range(7)) == [0, 4, 3, 1, 2]

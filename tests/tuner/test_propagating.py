@@ -107,7 +107,7 @@ def test_a_users_strategy_keeps_what_it_derives_from_each_space(quick, monkeypat
 
 def test_a_strategy_that_cannot_be_copied_is_shared_and_that_is_noted(quick):
     strategy = Asking()
-    strategy.lock = threading.Lock()
+    strategy.lock = threading.Lock()  # type: ignore[attr-defined]
     budget = dataclasses.replace(BUDGET, candidates=60)
     plan = quick(strategy=strategy, knobs={"rate": (0.1, 0.2)}, budget=budget)
     assert strategy.asked == 2

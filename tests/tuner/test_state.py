@@ -109,8 +109,8 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
 
 def test_what_jax_cannot_lower_is_a_failure_and_a_bug_is_none(ledger, monkeypatch):
     of = analysed.subject("scanned_mlp")
-    ledger.subjects, candidate = [of], baselines(of.space)[0].candidate
-    row = Row(subject=0, candidate=candidate, baseline="", program=0, propagated=None)
+    ledger.problems, candidate = [of], baselines(of.space)[0].candidate
+    row = Row(problem=0, candidate=candidate, baseline="", program=0, propagated=None)
 
     def cannot(traced, platform):
         try:
@@ -150,7 +150,7 @@ def test_of_rows_that_came_to_one_program_one_stands_for_it(ledger):
     ):
         ledger.rows.append(
             Row(
-                subject=subject,
+                problem=subject,
                 candidate=candidate,
                 baseline=baseline,
                 program=len(ledger.rows),
@@ -181,7 +181,7 @@ def test_the_best_that_is_told_of_fits(ledger):
             collectives=(),
         )
         ledger.rows.append(
-            Row(subject=0, candidate=candidate, baseline="", program=0, propagated=judged)
+            Row(problem=0, candidate=candidate, baseline="", program=0, propagated=judged)
         )
         ledger.tell(Stage.PROPAGATE, 1, 3, "")
     assert [event.best_s for event in told] == [None, 3.0, 2.0]

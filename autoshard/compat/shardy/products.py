@@ -11,7 +11,7 @@ One operand alone may be divided along what a product sums over: activations who
 parameter divides, by a parameter that is gathered. Shardy cuts the other and sums. XLA gathers what
 is divided where that is no more than the result, where the result is divided over those mesh axes
 by the other operand, and where no operand is divided over some mesh axis
-(`docs/decisions/0057-products-of-one-divided-operand.md`).
+(docs/decisions/0014).
 """
 
 from collections.abc import Iterable, Mapping

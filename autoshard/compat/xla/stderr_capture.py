@@ -101,6 +101,7 @@ class _Diverted:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=original,
+                env={**os.environ, "PATH": os.defpath},  # `cat` and `rm`, whatever the user's PATH
                 start_new_session=True,  # Ctrl-C in the terminal is not for it
             )
 

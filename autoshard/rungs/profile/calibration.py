@@ -8,8 +8,7 @@ clock of the compiler's estimates and the rates of other dtypes than bf16 and f3
 Samples are taken in rounds over every probe, and the least of each counts: other work on the
 machine only ever adds time, and on a busy machine the medians of a probe and of the empty program
 that is subtracted from it can come in the wrong order. The least of a few seconds is luck too. It
-is drawn several times, and the median over the draws counts (`docs/decisions/0017`). `calibrations`
-keeps the result.
+is drawn several times, and the median over the draws counts. `calibrations` keeps the result.
 """
 
 import datetime
@@ -24,12 +23,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.records.precision import precise_rates
+from autoshard.records.trial import COLLECTIVE_KINDS
 from autoshard.rungs.profile.probes import Run, fitting, on_accelerator, on_host, program
 from autoshard.target.catalogue import Chip
 from autoshard.target.cost import (
     FRESH_FROM_BYTES,
     GATHERS_AT_ONCE,
-    KINDS,
     SUMS_APART,
     Constants,
     LinkCost,
@@ -89,7 +88,7 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
     probes |= {name: probe.run for name, probe in sized.items()}
     sizes = {group: (_divided(small, group), _divided(large, group)) for group in groups_of(n)}
     for group, both in sizes.items():
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             for size in both:
                 probes[kind, group, size] = _collective(target, kind, group, size)
     seconds = median_of_draws(probes, draws)
@@ -100,7 +99,7 @@ def calibrate(target: Target, draws: int = _DRAWS) -> Constants:
 
     links = []
     for group, (few_elements, many) in sizes.items():
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             short, long = (
                 max(seconds[kind, group, s] - idle, 1e-7) / _REPEATS for s in (few_elements, many)
             )

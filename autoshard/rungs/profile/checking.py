@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from autoshard.records.module import Module
+from autoshard.records.numerics import NumericsReport, ReferenceLost
 from autoshard.records.trial import Failure, Kind, Measurement, Stage
-from autoshard.rungs.profile.numerics import NumericsReport, ReferenceLost
 from autoshard.rungs.profile.race import Footprint
 from autoshard.rungs.profile.runner import Runner
 

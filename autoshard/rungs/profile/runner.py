@@ -25,11 +25,12 @@ from autoshard.compat.xla.executable import (
 )
 from autoshard.records.layout import MeshShape
 from autoshard.records.module import Module
+from autoshard.records.numerics import NumericsReport, ReferenceLost
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.rungs.compile.store import keep, kept
 from autoshard.rungs.profile import numerics
 from autoshard.rungs.profile.chunked import chunked_map
-from autoshard.rungs.profile.numerics import NumericsReport, Reference, ReferenceLost, Trajectory
+from autoshard.rungs.profile.numerics import Reference, Trajectory
 from autoshard.rungs.worker.failures import failure_of
 from autoshard.target import host
 

@@ -15,8 +15,8 @@ import numpy as np
 from autoshard.compat.xla.executable import MemoryUse
 from autoshard.errors import WorkerError
 from autoshard.records.module import Module
+from autoshard.records.numerics import NumericsReport, ReferenceLost
 from autoshard.records.trial import Failure, Stage
-from autoshard.rungs.profile.numerics import NumericsReport, ReferenceLost
 from autoshard.rungs.profile.runner import LocalRunner
 from autoshard.rungs.worker.process import WorkerProcess, WorkerSettings
 

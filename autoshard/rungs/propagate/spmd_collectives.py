@@ -1,7 +1,7 @@
 """The collectives that a compiler sends for those that the partitioner put.
 
 XLA's partitioner takes apart what Shardy's says in one (seen with jaxlib 0.10.2 and 0.12.0.1 for
-CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014-sums-as-compilers-send-them.md).
+CPU, 0.10.2 for H100, libtpu 0.0.42 for v5e: docs/decisions/0014).
 """
 
 from collections.abc import Iterable, Mapping

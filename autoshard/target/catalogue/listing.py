@@ -73,13 +73,13 @@ class Targets:
 
 
 def targets(path: str | os.PathLike[str] | None = None) -> Targets:
-    """What `mesh` can name beyond devices that are here, and whether its compiler is installed.
+    """Lists the hardware that `mesh` can name, and whether its compiler is installed.
 
     Args:
-      path: a catalogue file of one's own, merged over the built-in catalogue.
+      path: your own catalogue file, merged over the built-in catalogue.
 
     Returns:
-      A record whose `str()` is a listing: chips, examples of names, figures, compilers.
+      A record. `str()` lists chips, examples of names, figures and compilers.
 
     Raises:
       CatalogueError: the file cannot be read or has a wrong figure.

@@ -1,4 +1,4 @@
-"""Reads catalogue files: TOML with one table a chip; see docs/catalogue.md.
+"""Reads catalogue files: TOML with one table a chip; see docs/targets.md.
 
 Everything is checked when it is read: a figure that is missing, negative, not finite, of the wrong
 type or unknown is an error that names file, chip and field. Nothing is guessed.

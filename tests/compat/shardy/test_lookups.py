@@ -75,7 +75,7 @@ def test_what_is_sent_for_lookups_as_compiled(
 ) -> None:
     of = analyse(embedding(batch))
     layout = Layout(
-        mesh=mesh, activation_rules=tuple(compute.items()), storage=tuple(storage.items())
+        mesh=mesh, activation_rules=tuple(compute.items()), state_rules=tuple(storage.items())
     )
     specs = of.space.specs(layout)
     predicted = propagator(of.analysis).judge(of.space, layout, CPU)
@@ -112,7 +112,7 @@ def test_mesh_axes_to_spare_go_to_one_dimension_each(
     monkeypatch.setattr(partitioner, "keep_tables", keep)
     of = analyse(embedding(batch))
     compute, storage = (("batch", X), (TIME, Y), (ROW, BOTH)), ((ROW, BOTH),)
-    layout = Layout(mesh=THREE, activation_rules=compute, storage=storage)
+    layout = Layout(mesh=THREE, activation_rules=compute, state_rules=storage)
     assert isinstance(propagator(of.analysis).judge(of.space, layout, CPU), Estimate)
     assert any("z" in str(dims) for dims in written)
     for dims in written:

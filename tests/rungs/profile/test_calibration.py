@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from autoshard.errors import CalibrationError
+from autoshard.records.trial import COLLECTIVE_KINDS
 from autoshard.rungs.profile import calibration as calibrate
 from autoshard.rungs.profile import calibration_files as calibrations
 from autoshard.rungs.profile.calibration import (
@@ -22,7 +23,7 @@ from autoshard.rungs.profile.calibration import (
 from autoshard.rungs.profile.calibration_files import calibrated
 from autoshard.rungs.profile.probes import Effort, on_accelerator
 from autoshard.target.catalogue import catalogue
-from autoshard.target.cost import FRESH_FROM_BYTES, KINDS, Constants
+from autoshard.target.cost import FRESH_FROM_BYTES, Constants
 from autoshard.target.live_chips import chip_of_kind
 from autoshard.target.target import find_target
 
@@ -53,7 +54,7 @@ def test_every_constant_is_measured_and_makes_sense(constants):
     assert 0 <= constants.fresh_s_per_byte < 1e-7
     assert constants.gathers_by_dimension
     assert {(x.kind, x.group_size) for x in constants.links} == {
-        (k, n) for k in KINDS for n in (2, 8)
+        (k, n) for k in COLLECTIVE_KINDS for n in (2, 8)
     }
     assert all(x.latency_s > 0 and x.s_per_byte > 0 for x in constants.links)
     assert Constants.from_json(json.loads(json.dumps(constants.to_json()))) == constants
@@ -144,7 +145,7 @@ def test_devices_that_are_no_power_of_two_have_their_collectives_measured(count,
     groups = groups_of(count)
     assert groups[-1] == count and all(count % group == 0 for group in groups)
     for group in groups:
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             size = calibrate._divided(64, group)
             assert 64 <= size < 64 + group and size % group == 0
             array = calibrate._collective(target, kind, group, size)()

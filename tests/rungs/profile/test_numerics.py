@@ -5,16 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autoshard.records.numerics import LeafError, NumericsReport
 from autoshard.records.trial import Failure, Kind
 from autoshard.rungs.profile.chunked import PIECE
-from autoshard.rungs.profile.numerics import (
-    LeafError,
-    NumericsReport,
-    Perturbed,
-    Trajectory,
-    compare,
-    reference,
-)
+from autoshard.rungs.profile.numerics import Perturbed, Trajectory, compare, reference
 
 F32 = frozenset({"f32"})
 RNG = np.random.default_rng(3)

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from autoshard.records.numerics import LeafError, NumericsReport, ReferenceLost
 from autoshard.records.trial import Failure, Kind, Measurement, Stage
 from autoshard.rungs.profile.checking import Finalist
-from autoshard.rungs.profile.numerics import LeafError, NumericsReport, ReferenceLost
 from autoshard.rungs.profile.profile import judge, traced
 from autoshard.rungs.profile.race import Footprint, RaceSettings
 from autoshard.rungs.profile.runner import LocalRunner

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compat.xla.executable import Executable, MemoryUse
+from autoshard.records.numerics import NumericsReport
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.rungs.profile import runner as bench_file
-from autoshard.rungs.profile.numerics import NumericsReport
 from autoshard.rungs.profile.runner import LocalRunner, runs_ahead
 from tests import lowered
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from autoshard.compat.xla.executable import MemoryUse
 from autoshard.errors import WorkerError
 from autoshard.records.module import Module
+from autoshard.records.numerics import NumericsReport, ReferenceLost
 from autoshard.records.trial import Failure, Kind, Stage
-from autoshard.rungs.profile.numerics import NumericsReport, ReferenceLost
 from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.rungs.profile.traces import read_trace
 from autoshard.rungs.worker.process import WorkerSettings

@@ -100,7 +100,7 @@ WIDE, NARROW, TIME = f"kernel[0]:{EMBED}", f"kernel[1]:{HIDDEN}", f"x[1]:{LENGTH
 def test_sums_as_compiled_for_cpu(compute: dict, storage: dict) -> None:
     of = analyse(dense(bias=True))
     layout = Layout(
-        mesh=MESH, activation_rules=tuple(compute.items()), storage=tuple(storage.items())
+        mesh=MESH, activation_rules=tuple(compute.items()), state_rules=tuple(storage.items())
     )
     assert sums(judged(of, layout, CPU)) == sums(compiled(of, layout))
 
@@ -257,7 +257,9 @@ def test_sums_of_products_as_compiled_elsewhere(
     needs(platform)
     there = find_target(name)
     of = analyse(dense(bias=False))
-    layout = Layout(mesh=MESH, activation_rules=(("batch", XYZ),), storage=tuple(storage.items()))
+    layout = Layout(
+        mesh=MESH, activation_rules=(("batch", XYZ),), state_rules=tuple(storage.items())
+    )
     predicted = judged(of, layout, cost_model(there))
     assert sums(predicted) == sums(compiled_elsewhere(of, layout, there, tmp_path))
 

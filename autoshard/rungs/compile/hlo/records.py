@@ -6,16 +6,12 @@ import math
 import re
 from collections.abc import Mapping
 
-from autoshard.errors import AutoshardError
+from autoshard.errors import HloError as HloError
 
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]*)".* source_line=(\d+)')
-
-
-class HloError(AutoshardError):
-    """HLO text that this version of autoshard cannot read; nothing is guessed from it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,12 +8,18 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from autoshard.errors import HloError
 from autoshard.records.layout import MeshShape
 from autoshard.records.precision import effective_matmul_dtype
 from autoshard.records.subaxes import places_of_axes
 from autoshard.records.trial import Collective
 from autoshard.records.work import Work
-from autoshard.rungs.compile.hlo.collectives import collective, continues_another, is_collective
+from autoshard.rungs.compile.hlo.collectives import (
+    KINDS,
+    collective,
+    continues_another,
+    is_collective,
+)
 from autoshard.rungs.compile.hlo.custom_calls import call_cost
 from autoshard.rungs.compile.hlo.flops import (
     ELEMENTWISE,
@@ -35,6 +41,10 @@ _PASSED_ON = frozenset(("bitcast", "copy", "get-tuple-element", "opt-barrier"))
 _ENDLESS = 1 << 53
 """Cycles no kernel takes: libtpu prints 2**63-1 for a kernel that runs on the sparse core."""
 _HOST_TRAFFIC = "what moves between device and host is priced as traffic of the main memory"
+_COUNTED_AS = {
+    "ragged-all-to-all": "a full one",
+    "collective-broadcast": "one permutation",
+}
 _COUNTED = (
     "Pallas kernels without a declared cost: the products in their bodies, masked blocks as full"
 )
@@ -316,6 +326,14 @@ class Steps:
         if opcode == "custom-call":
             self._add_call(inside, instruction, computation)
             return
+        if opcode in ("send", "recv") and instruction.attribute("is_host_transfer") != "true":
+            said = f"{opcode} %{instruction.name}: priced by its memory traffic, not by links"
+            inside.assumptions[said] = None
+        if any(instruction.attribute(name) for name in ("replica_groups", "source_target_pairs")):
+            raise HloError(
+                f"%{instruction.name}: got the collective {opcode}, expected one of"
+                f" {', '.join(KINDS)}"
+            )
         flops = matmul_flops(instruction, computation)
         if flops is not None:
             left = computation.find(instruction.operands[0]).shape.dtype
@@ -340,9 +358,9 @@ class Steps:
             if any(u.custom_call_target == "AsyncCollectiveDone" for u in users[instruction.name]):
                 inside.ended.append(chained)
             return
-        if instruction.opcode.startswith("ragged-all-to-all"):
-            said = f"ragged-all-to-all %{instruction.name}: counted as a full one"
-            inside.assumptions[said] = None
+        opcode = instruction.opcode.removesuffix("-start")
+        if said := _COUNTED_AS.get(opcode):
+            inside.assumptions[f"{opcode} %{instruction.name}: counted as {said}"] = None
         one = collective(self._module, computation, instruction, self._mesh, users)
         if one is None:
             return

@@ -4,7 +4,7 @@ The text is scheduled, so its order is the order of launches. There are three qu
 one after another; collectives run one after another, over whatever links (one communication
 queue); asynchronous copies run one after another. An asynchronous collective takes its place in its
 queue where it starts, and kernels wait where it is done; a synchronous one holds up kernels too.
-What is not modelled stands in docs/time_model.md.
+docs/limits.md lists what is not modelled.
 """
 
 import dataclasses

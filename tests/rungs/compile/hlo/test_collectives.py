@@ -179,6 +179,34 @@ def test_groups_that_follow_no_axes_keep_their_members_and_are_told():
     )
 
 
+@pytest.mark.parametrize(
+    "partners", ["replica_groups=[2,4]<=[8]", "source_target_pairs={{0,1},{1,0}}"]
+)
+@pytest.mark.parametrize("suffix", ["", "-start"])
+def test_a_collective_of_an_unknown_kind_is_an_error(partners, suffix):
+    body = f"  ROOT %r = f32[16,8]{{1,0}} all-scatter{suffix}(%p), {partners}"
+    with pytest.raises(HloError, match=r"%r: got the collective all-scatter, expected one of all-"):
+        count(entry(body), AXES)
+
+
+def test_a_broadcast_counts_as_one_permutation_and_says_so():
+    body = "  ROOT %r = f32[16,8]{1,0} collective-broadcast(%p), replica_groups={{0,1},{2,3}}"
+    counts = count(entry(body), AXES)
+    assert [c.kind for c in counts.collectives] == ["collective_permute"]
+    assert "collective-broadcast %r: counted as one permutation" in counts.assumptions
+
+
+def test_what_devices_send_to_each_other_by_hand_says_how_it_is_priced():
+    body = (
+        "  %s = (f32[16,8]{1,0}, u32[], token[]) send(%p, %p), channel_id=1\n"
+        "  ROOT %d = token[] send-done(%s), channel_id=1"
+    )
+    said = "send %s: priced by its memory traffic, not by links"
+    assert said in count(entry(body), AXES).assumptions
+    to_host = body.replace("channel_id=1\n", "channel_id=1, is_host_transfer=true\n")
+    assert said not in count(entry(to_host), AXES).assumptions
+
+
 def test_a_ragged_all_to_all_counts_as_a_full_one_and_says_so():
     body = (
         "  ROOT %r = f32[16,8]{1,0} ragged-all-to-all(%p, %p, %p, %p, %p, %p), "
