@@ -373,9 +373,9 @@ def test_after_ctrl_c_nothing_stays_in_the_queue_of_a_users_executor(quick, monk
 
 
 @pytest.mark.parametrize(
-    ("platform", "minimal_constraints"), [("tpu", "libtpu 1"), ("gpu", ""), ("cpu", "")], ids=str
+    ("platform", "compiler"), [("tpu", "libtpu 1"), ("gpu", ""), ("cpu", "")], ids=str
 )
-def test_the_compiler_of_a_live_tpu_is_in_the_key(ledger, monkeypatch, platform, told):
+def test_the_compiler_of_a_live_tpu_is_in_the_key(ledger, monkeypatch, platform, compiler):
     """It is a package of its own; jaxlib's version, which every key has, says no more of it."""
     monkeypatch.setattr(compiling, "compiler_version", lambda platform: "libtpu 1")
     kept = {}
@@ -386,4 +386,4 @@ def test_the_compiler_of_a_live_tpu_is_in_the_key(ledger, monkeypatch, platform,
     Compiling(ledger, None).key(
         Row(problem=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
     )
-    assert kept["compiler"] == told
+    assert kept["compiler"] == compiler

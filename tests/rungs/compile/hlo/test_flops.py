@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from autoshard.convolutions import Window, taps
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.records.windows import Window, taps
 from autoshard.rungs.compile.hlo import HloError, count, parse
 
 
