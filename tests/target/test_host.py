@@ -112,7 +112,7 @@ def test_the_peak_is_that_of_this_program_alone(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="needs Linux")
 def test_a_small_child_of_a_large_process_has_a_small_peak() -> None:
-    code = "from autoshard import host; print(host.peak_bytes())"
+    code = "from autoshard.target import host; print(host.peak_bytes())"
     run = f"subprocess.run([sys.executable, '-c', {code!r}], check=True)"
     large = f"import subprocess, sys; held = b'x' * (400 << 20); {run}"
     done = subprocess.run([sys.executable, "-c", large], capture_output=True, check=True)

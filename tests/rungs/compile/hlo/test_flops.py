@@ -66,7 +66,13 @@ def test_taps_are_those_that_fall_on_data(data, kernel, stride, low, high, sprea
         for at in [o * stride + k * step - low]
     )
     window = Window(
-        data=data, kernel=kernel, out=out, stride=stride, low=low, spread=spread, step=step
+        data=data,
+        kernel=kernel,
+        out=out,
+        stride=stride,
+        pad_low=low,
+        lhs_dilation=spread,
+        rhs_dilation=step,
     )
     assert taps(window) == slow
 
