@@ -10,9 +10,9 @@ import pytest
 import autoshard
 from autoshard.integrations.flax import TrainState
 from autoshard.records.trial import Measurement
+from autoshard.rungs.profile import calibration_files
 from autoshard.rungs.profile.calibration_files import calibrated
 from autoshard.rungs.worker.process import WorkerProcess, WorkerSettings
-from autoshard.target import catalogued as pricing
 from autoshard.target.target import find_target
 from experiments.zoo.cases import CASES, case
 from tests.compiled import known_options
@@ -35,7 +35,7 @@ def hurried(calibration):
     """
     constants = calibrated(find_target(jax.devices()), calibration)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pricing, "calibrated", lambda *_: constants)
+        patch.setattr(calibration_files, "calibrated", lambda *_: constants)
         options = known_options()
         flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
         patch.setenv("XLA_FLAGS", flags)

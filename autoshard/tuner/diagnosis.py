@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from autoshard.lowering.problem import KnobValue, ModelFn, SearchProblem
 from autoshard.program.program import Program
-from autoshard.records.trial import Estimate, Failure, Kind, Stage, Trial
+from autoshard.records.layout import MeshShape
+from autoshard.records.trial import Collective, Estimate, Failure, Kind, Stage, Trial
 from autoshard.records.words import mebibytes, mesh_in_words, rules_in_words
 from autoshard.rungs.propagate import Propagator
 from autoshard.target.cost import CostModel
@@ -171,6 +172,13 @@ def _peak(trial: Trial, target: Target) -> int | None:
     return trial.propagated.peak_memory_bytes if isinstance(trial.propagated, Estimate) else None
 
 
+class _WithoutLinks(CostModel):
+    """Prices no communication: only memory is asked for, on devices whose links nobody knows."""
+
+    def collective_s(self, one: Collective, mesh: MeshShape) -> float:
+        return 0.0
+
+
 def _more_devices(
     problem: SearchProblem,
     trial: Trial,
@@ -183,8 +191,7 @@ def _more_devices(
     layout, here = trial.candidate.layout, trial.propagated
     if isinstance(here, Estimate) and not layout.as_annotated and here.peak_memory_bytes:
         propagator = Propagator(problem.analysis)
-        # Memory alone is asked for: the links of this many devices are not those of more.
-        cost = CostModel(cost.constants)
+        memory_alone = _WithoutLinks(cost.constants)
         scale = peak / here.peak_memory_bytes  # how far rung 1 is off
         for factor in (2, 4, 8, 16, 32):
             devices = _so_many(target, target.device_count * factor, exactly=True)
@@ -196,7 +203,7 @@ def _more_devices(
                 wider = dataclasses.replace(layout, mesh=mesh)
                 if space.contains(space.candidate(wider)) is not None:
                     continue
-                judged = propagator.judge(space, wider, cost)
+                judged = propagator.judge(space, wider, memory_alone)
                 if not isinstance(judged, Estimate):
                     continue
                 needed = judged.peak_memory_bytes * scale

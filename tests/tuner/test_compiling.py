@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import functools
 import threading
 import time
 
@@ -18,7 +17,7 @@ from autoshard.rungs.compile import job as compile_job
 from autoshard.rungs.compile.job import CompileResult
 from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.rungs.worker.process import WorkerSettings, worker_here
-from autoshard.space import baselines
+from autoshard.space.baselines import baselines
 from autoshard.tuner import compiling
 from autoshard.tuner.compiling import Compiling
 from autoshard.tuner.measuring import Measuring, opened_runner
@@ -99,52 +98,41 @@ def test_only_workers_here_are_told_of_a_folder_here(quick, monkeypatch, tmp_pat
     assert folders == {str(tmp_path / "workers" / "compile") if own else None}
 
 
-def test_answers_are_kept_by_the_compilers_options_and_without_any_as_before(ledger, monkeypatch):
+def test_answers_are_kept_by_the_compilers_options(ledger, monkeypatch):
     of = subject("scanned_mlp")
     candidate = baselines(of.space)[0].candidate
     row = Row(problem=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
     ledger.problems, ledger.cost = [of], COST
-    compile_key = Compiling(ledger, None).key
-    profile_key = functools.partial(Measuring(ledger, compile_key)._key, wave="first")
+    row.digest = "program"
 
     def keys(options: str) -> tuple[str, str]:
         monkeypatch.setenv("XLA_FLAGS", options)
-        return compile_key(row), profile_key(row)
+        compiling_ = Compiling(ledger, None)
+        measuring = Measuring(ledger, compiling_.compiled_by())
+        return compiling_.key(row), measuring._key(row, "first")
 
-    before = ledger.key("compile", of, candidate, platform="cpu", device="cpu", compiler="")
     plain, one, other = keys(""), keys("--xla_a=1"), keys("--xla_a=2")
-    assert plain[0] == before
     assert len({*plain, *one, *other}) == 6
     assert keys("--xla_a=1 --xla_b") == keys("--xla_b --xla_a=1")
 
 
-def test_measurements_are_kept_by_the_number_of_threads_and_without_one_as_before(
-    ledger, monkeypatch
-):
+def test_measurements_are_kept_by_the_number_of_threads(ledger, monkeypatch):
     """A layout that was stuck with as many threads as devices is tried again with more."""
     of = subject("scanned_mlp")
     candidate = baselines(of.space)[0].candidate
     row = Row(problem=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
     ledger.problems, ledger.cost = [of], COST
-    compile_key = Compiling(ledger, None).key
-    measuring = Measuring(ledger, compile_key)
-    kept = {}
-    key = type(ledger).key
-
-    def noting(self, *args, **more):
-        kept.update(more)
-        return key(self, *args, **more)
-
-    monkeypatch.setattr(type(ledger), "key", noting)
+    row.digest = "program"
+    compiling_ = Compiling(ledger, None)
+    measuring = Measuring(ledger, compiling_.compiled_by())
 
     def keys(threads: str) -> tuple[str, str]:
         monkeypatch.setenv("PJRT_NPROC", threads)
-        return compile_key(row), measuring._key(row, "first")
+        return compiling_.key(row), measuring._key(row, "first")
 
     plain, more = keys(""), keys("16")
     assert plain[0] == more[0] and plain[1] != more[1]
-    kept.clear()
-    assert keys("") == plain and "threads" not in kept
+    assert keys("") == plain
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["priced", "failed"])

@@ -86,18 +86,18 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
     ledger.cost = CostModel(CONSTANTS)
     before = ledger.key("compile", subject(), candidate, seed=0)
     assert before == ledger.key("compile", subject(), candidate, seed=0)
-    asked = {"rung": "compile", "subject": subject(), "candidate": candidate, "seed": 0}
+    asked = {"rung": "compile", "problem": subject(), "candidate": candidate, "seed": 0}
     match changed:
         case "rung":
             asked["rung"] = "propagate"
         case "program":
-            asked["subject"] = subject(program="b")
+            asked["problem"] = subject(program="b")
         case "candidate":
             asked["candidate"] = Candidate(layout=Layout(mesh=(("x", 4),)), knobs=())
         case "constants":
             ledger.cost = CostModel(dataclasses.replace(CONSTANTS, launch_s=1.0))
         case "leaves":
-            asked["subject"] = subject(leaves=(("['w']", (("x",),)),))
+            asked["problem"] = subject(leaves=(("['w']", (("x",),)),))
         case "versions":
             monkeypatch.setattr(state_file, "versions", lambda: {"jax": "0.0"})
         case "code":

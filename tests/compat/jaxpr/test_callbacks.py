@@ -170,5 +170,5 @@ def test_what_no_other_process_can_run_is_refused_with_its_line(
         return jax.lax.scan(lambda x, _: (function(x), None), x, None, length=2)[0]
 
     for one in (function, in_a_loop):
-        with pytest.raises(WorkloadError, match=rf"test_process_bound\.py:\d+ .*{words}"):
+        with pytest.raises(WorkloadError, match=rf"test_callbacks\.py:\d+ .*{words}"):
             trace(workload(one), ())

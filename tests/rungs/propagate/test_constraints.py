@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+import weakref
 from collections import Counter
 
 import pytest
@@ -76,10 +77,12 @@ def test_sparing_single_constraints_ends_early_in_long_programs(monkeypatch):
 
     monkeypatch.setattr(constraints, "partitioned", counted)
     monkeypatch.setattr(constraints, "_JUDGED_SITES", 0)
+    monkeypatch.setattr(constraints, "_FOUND", weakref.WeakKeyDictionary())
     enough = minimal_constraints(of.analysis, specs)
     rounds = len(asked)
     assert len(enough.sites) > len(least.sites)
     monkeypatch.setattr(constraints, "_JUDGED_SITES", 3 * len(specs.sites))
+    monkeypatch.setattr(constraints, "_FOUND", weakref.WeakKeyDictionary())
     asked.clear()
     fewer = minimal_constraints(of.analysis, specs)
     assert len(asked) == rounds + 3
@@ -97,6 +100,7 @@ def test_what_is_refused_with_fewer_constraints_keeps_all(monkeypatch):
         return partitioned(analysis, asked, attributes)
 
     monkeypatch.setattr(constraints, "partitioned", refusing)
+    monkeypatch.setattr(constraints, "_FOUND", weakref.WeakKeyDictionary())
     assert minimal_constraints(of.analysis, specs).sites == specs.sites
 
 
