@@ -525,7 +525,7 @@ def test_fixed_leaves_knobs_and_a_named_mesh_come_back(quick, tmp_path):
         fix={"state['params']['w1']": jax.P("model"), "batch": "data"},
     )
     assert plan.state_shardings["params"]["w1"].spec == jax.P("model")
-    assert plan.batch_shardings["x"].spec == jax.P("data")
+    assert plan.batch_shardings["x"].spec[0] == "data"  # its features may lie as w1's rows do
     path = tmp_path / "plan.json"
     plan.save(path)
     loaded = autoshard.load_plan(path, lambda rate: mlp(rate), DEVICES)
