@@ -188,7 +188,7 @@ def test_a_manual_region_counts_as_compiled(function) -> None:  # type: ignore[n
         predicted, compiled = (collections.Counter(f.keys()) for f in (predicted, compiled))
     if function is stacked:  # XLA:CPU gathers in front of the loop what the loop does not change
         gathered = ("all_gather", ("data", "model"))
-        assert 0.9 < predicted.pop(gathered) / compiled.pop(gathered) < TURNS
+        assert 0.9 < predicted.pop(gathered) / compiled.pop(gathered) <= TURNS
     assert predicted == compiled
 
 
