@@ -28,7 +28,6 @@ from tests.models.made import parameter_count
 
 # Case -> learning rate of Adam, steps, and the share of the first loss that remains at most.
 LEARNING = {
-    "mlp": (1e-2, 30, 0.8),
     "decoder": (1e-2, 30, 0.75),
     "encoder_decoder": (1e-2, 30, 0.65),
     "vit": (3e-3, 40, 0.8),
