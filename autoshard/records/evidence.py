@@ -14,7 +14,7 @@ class Evidence:
     Attributes:
       trials: every trial.
       ranking: indices of the trials that may be planned, best first; the plan is the first.
-      ended: as of `driver.Found`.
+      ended: as of `tuner.loop.Found`.
       target: the devices, in words.
       memory_limit_bytes: what a device may use, headroom taken off.
       elapsed_s: seconds by rung, and in all.

@@ -147,7 +147,7 @@ class Measurement:
       numerics: "exact", "relative", "unchecked", or "unsharded": on one device, where
         it is what others are compared with, and finite.
       numerics_error: error of a state leaf's change or of a metric, relative to it and to what
-        rounding may do to it (`rungs.numerics.LeafError`), of the leaf or metric that comes closest
+        rounding may do to it (`numerics.LeafError`), of the leaf or metric that comes closest
         to what is allowed; None if unchecked.
       numerics_where: the pytree path of that leaf or metric.
       numerics_allowed: the largest error that passes there; None if unchecked, and in records of

@@ -1,6 +1,6 @@
 """The bench: runs candidates on the devices of this process, from one initial state.
 
-For CPU targets it lives in a killable child (`bench_client.ChildRunner`), for accelerators in the
+For CPU targets it lives in a killable child (`runner_client.ChildRunner`), for accelerators in the
 process that owns them. Not modelled here: several processes that share one program.
 """
 
