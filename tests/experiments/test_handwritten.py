@@ -25,6 +25,7 @@ from models.decoder import DecoderConfig
 from models.mlp import MLPConfig
 from tests.analysed import CONSTANTS
 from tests.compiled import compiled
+from tests.hardware import needs
 
 # Float32, so that routing is the same under every layout; short, and layers of a number of its own.
 SHORT = {"dtype": "float32", "sequence": 32, "layers": 3, "attention": "full", "remat": "none"}
@@ -282,6 +283,7 @@ def test_gradients_that_are_apart_are_summed_behind_the_loops() -> None:
 
 @pytest.mark.parametrize("size", [LLAMA3, MIXTRAL], ids=["llama3", "mixtral"])
 def test_full_size_lowers_without_devices(size) -> None:
+    needs("tpu")
     case, layouts = cases.pod_case(size), rules.pod_layouts(size.model, 64)
     target = find_target("v5p:4x4x4")
     for name in ("fsdp x tensor parallel 8x8", "maxtext fsdp x tensor 8x8"):
