@@ -27,10 +27,13 @@ DEFAULT_LOWER_BOUND = 0.5
 """Until rung 2 has spoken, the true peak is taken to be at least this part of rung 1's."""
 
 _PRUNE_RATIO = 1.5
-"""What a rung takes for so many times as long as the fastest is left there. Of 1253 programs of 23
-cases on four and eight CPU devices (results/fidelity) those that rung 2 took for that had at least
-1.12 times the fastest's measured time, of 103 layouts for H100 (results/rung_agreement) those that
-rung 1 took for that at least 1.38 times the fastest's by rung 2."""
+"""A rung drops candidates that it predicts to be this many times slower than the fastest.
+
+Of 1,253 programs on CPU devices (results/fidelity.jsonl.xz) rung 2 would drop those that took at
+least 1.12 times the fastest's measured time. Of 103 layouts for H100
+(results/rung_agreement.jsonl.xz) rung 1 would drop those that took at least 1.38 times the
+fastest's time by rung 2.
+"""
 
 
 def corrected_s(estimate: Estimate, correction: Correction) -> float:
