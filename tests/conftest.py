@@ -17,9 +17,26 @@ hypothesis.settings.register_profile("autoshard", deadline=None)
 hypothesis.settings.load_profile("autoshard")
 
 
+_QUICK_COMPILES = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    *(["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 12) else []),
+]
+"""XLA compiles a tiny step in a tenth of the time. Collectives stay those of a plain compile."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """CPU devices alone, unless tests on GPUs are asked for: then whatever JAX finds by itself."""
+    """CPU devices alone, unless tests on GPUs are asked for: then whatever JAX finds by itself.
+
+    A run without the slow tests compiles quickly, here and in workers. With `-m ""` programs are
+    compiled as a user's are.
+    """
     jax.config.update("jax_platforms", None if _on_gpus(config) else "cpu")
+    if config.getoption("markexpr") == "not slow":
+        given = os.environ.get("XLA_FLAGS", "").split()
+        added = [flag for flag in _QUICK_COMPILES if flag not in given]
+        os.environ["XLA_FLAGS"] = " ".join([*given, *added])
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
