@@ -177,7 +177,7 @@ def _plan(
     constants_digest: str,
 ) -> Plan:
     winner = found.ranking[0]
-    problem = problems[found.problem[winner]]
+    problem = problems[found.trials[winner].problem]
     measured = any(isinstance(trial.profiled, Measurement) for trial in found.trials)
     if measured and problem.analysis.program.workload.sample is None:
         notes += ("measured with synthetic batches: floats normal, integers 0 or 1",)

@@ -6,6 +6,7 @@ import math
 import statistics
 
 from autoshard.records.layout import Candidate
+from autoshard.records.module import Module
 from autoshard.records.rounds import by_round, trimmed_mean
 
 
@@ -238,12 +239,18 @@ def relative_time(fastest: Measurement, other: Measurement) -> float:
 Outcome = Estimate | Measurement | Failure
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Trial:
-    """A candidate with all that the rungs said of it.
+    """A candidate with all that the rungs say of it. Each rung fills in its own field.
 
     Attributes:
       baseline: the name of the baseline it is, or "".
+      problem: index of the knob setting that it belongs to, in the search.
+      shardings: equal for two trials of one search that put the same shardings at the same places.
+        None outside a search.
+      digest: of the lowered program, once the search or its journal knows it. Trials of one knob
+        setting with one digest came to one program, by constraints that the lowering leaves out.
+      module: the lowered program, while a search runs.
     """
 
     candidate: Candidate
@@ -251,6 +258,10 @@ class Trial:
     compiled: Estimate | Failure | None = None
     profiled: Measurement | Failure | None = None
     baseline: str = ""
+    problem: int = dataclasses.field(default=0, compare=False)
+    shardings: object = dataclasses.field(default=None, compare=False, repr=False)
+    digest: str = dataclasses.field(default="", compare=False)
+    module: Module | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def failure(self) -> Failure | None:

@@ -1,4 +1,4 @@
-"""Rung 2 of a search: rows compiled in worker processes, or here for live accelerators."""
+"""Rung 2 of a search: trials compiled in worker processes, or here for live accelerators."""
 
 import concurrent.futures
 import contextlib
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from autoshard.compat.xla.compilers import compiler_options, compiler_version
 from autoshard.records.module import Module
-from autoshard.records.trial import Estimate, Failure, Kind, Stage
+from autoshard.records.trial import Estimate, Failure, Kind, Stage, Trial
 from autoshard.rungs.compile.estimate import estimate_of
 from autoshard.rungs.compile.hlo import HloError
 from autoshard.rungs.compile.job import (
@@ -25,7 +25,7 @@ from autoshard.rungs.compile.job import (
 from autoshard.rungs.worker.failures import failure_of
 from autoshard.rungs.worker.pool import worker_threads
 from autoshard.target.host import available_bytes
-from autoshard.tuner.state import Row, SearchState
+from autoshard.tuner.state import SearchState
 
 _SILENT_S = 600.0
 """Besides two limits of one compile, how long a user's executor may answer nothing: it may start
@@ -37,14 +37,14 @@ whose seconds are spent, to return a plan at all. After Ctrl-C it may not be sil
 
 
 class _Asked(NamedTuple):
-    """A program that a worker compiles, and the rows, with their keys, that came to it."""
+    """A program that a worker compiles, and the trials, with their keys, that came to it."""
 
     module: Module
-    rows: list[tuple[Row, str]]
+    trials: list[tuple[Trial, str]]
 
 
 class Compiling:
-    """Compiles rows of a state.
+    """Compiles trials of a state.
 
     Attributes:
       count: programs that were given to the compiler, answers from the journal included.
@@ -111,55 +111,57 @@ class Compiling:
         self.finish()
 
     def begin(self, indices: list[int], share: float) -> None:
-        """Hands rows to the workers and does not wait; those in the journal are not compiled again.
+        """Hands trials to the workers and does not wait. The journal's answers are used again.
 
-        Of rows that come to one program the first is compiled; its answer is the others' too.
+        One program is compiled once, also where several trials came to it.
 
         Args:
-          share: part of the budget's seconds after which no further row is begun, except the first.
+          share: part of the budget's seconds after which no trial is begun, except the first.
         """
         state, total = self._state, self.most
         for i in indices:
             if self.count and state.stops("compiling", share):
                 break
-            row = state.rows[i]
-            if any(row is other for asked in self._waiting.values() for other, _ in asked.rows):
+            trial = state.trials[i]
+            if any(trial is other for asked in self._waiting.values() for other, _ in asked.trials):
                 continue
-            key = self.key(row)
+            key = self.key(trial)
             found = self._recorded(key)
             if found is not None:
-                row.digest = str(state.journal.note(key).get("module", ""))
-                self.count += self._judged_as(row) is None
-                row.compiled = found
+                trial.digest = str(state.journal.note(key).get("module", ""))
+                self.count += self._judged_as(trial) is None
+                trial.compiled = found
                 continue
             if self._lost is not None:
                 self.count += 1
-                row.compiled = self._lost
+                trial.compiled = self._lost
                 continue
             state.tell(Stage.COMPILE, self.count + 1 - len(self._waiting), total, "lowering")
-            module = state.module_of(row)
+            module = state.module_of(trial)
             if isinstance(module, Failure):
                 self.count += 1
-                self._record(row, key, module)
+                self._record(trial, key, module)
                 continue
-            if (judged := self._judged_as(row)) is not None:
-                self._record(row, key, judged)
+            if (judged := self._judged_as(trial)) is not None:
+                self._record(trial, key, judged)
                 continue
-            asked = next((a for a in self._waiting.values() if _are_one(a.rows[0][0], row)), None)
+            asked = next(
+                (a for a in self._waiting.values() if _are_one(a.trials[0][0], trial)), None
+            )
             if asked is not None:
-                asked.rows.append((row, key))
+                asked.trials.append((trial, key))
                 continue
             self.count += 1
-            note = state.note("compile", row)
+            note = state.note("compile", trial)
             if self._executor is None and state.journal.attempts(key) > 1:
-                self._record(row, key, _crashed())
+                self._record(trial, key, _crashed())
                 continue
             if self._executor is None:
                 # Live accelerators: this process holds them, so it compiles.
                 with state.journal.attempted({key: note}):
                     placed = state.target.placed(module.mesh)
                     result = compile_on(module, placed, self._executables)
-                    self._record(row, key, self._priced(module, result))
+                    self._record(trial, key, self._priced(module, result))
                 continue
             state.journal.started(key, note)
             request = request_for(
@@ -174,9 +176,9 @@ class Compiling:
                 job = compile_in_process if self._theirs else self._compile
                 future = self._executor.submit(job, request)
             except RuntimeError as error:  # the user's executor is broken or shut down
-                row.compiled = failure_of(error, Stage.COMPILE, 0.0)
+                trial.compiled = failure_of(error, Stage.COMPILE, 0.0)
             else:
-                self._waiting[future] = _Asked(module, [(row, key)])
+                self._waiting[future] = _Asked(module, [(trial, key)])
                 self._given_s = time.perf_counter()
 
     def finish(self) -> None:
@@ -200,12 +202,12 @@ class Compiling:
                 try:
                     result = future.result()
                 except Exception as error:  # the executor lost its worker: no word on the program
-                    for row, _ in asked.rows:
-                        row.compiled = failure_of(error, Stage.COMPILE, 0.0)
+                    for trial, _ in asked.trials:
+                        trial.compiled = failure_of(error, Stage.COMPILE, 0.0)
                 else:
                     outcome = self._priced(asked.module, result)
-                    for row, key in asked.rows:
-                        self._record(row, key, outcome)
+                    for trial, key in asked.trials:
+                        self._record(trial, key, outcome)
                 state.tell(
                     Stage.COMPILE, self.count - len(self._waiting), total, "compiling candidates"
                 )
@@ -233,8 +235,8 @@ class Compiling:
         """
         failure = self._silence(max(self._given_s, self._heard_s))
         for asked in self._waiting.values():
-            for row, _ in asked.rows:
-                row.compiled = failure
+            for trial, _ in asked.trials:
+                trial.compiled = failure
         self._cancel()
         if self._heard_s < begin:
             self._lost = failure
@@ -260,10 +262,10 @@ class Compiling:
             future.cancel()
         self._waiting.clear()
 
-    def key(self, row: Row) -> str:
-        """The journal's key of what the compiler makes of a row."""
+    def key(self, trial: Trial) -> str:
+        """The journal's key of what the compiler makes of a trial."""
         return self._state.key(
-            "compile", self._state.problem_of(row), row.candidate, **self.compiled_by()
+            "compile", self._state.problem_of(trial), trial.candidate, **self.compiled_by()
         )
 
     def compiled_by(self) -> dict[str, object]:
@@ -280,9 +282,9 @@ class Compiling:
             "options": options,
         }
 
-    def known(self, row: Row) -> bool:
-        """Whether the journal says what the compiler makes of a row."""
-        return self._recorded(self.key(row)) is not None
+    def known(self, trial: Trial) -> bool:
+        """Whether the journal says what the compiler makes of a trial."""
+        return self._recorded(self.key(trial)) is not None
 
     def _recorded(self, key: str) -> Estimate | Failure | None:
         found = self._state.journal.find(key)
@@ -297,12 +299,12 @@ class Compiling:
             isinstance(found, Failure) and found.kind is Kind.TIMEOUT and found.elapsed_s < limit_s
         )
 
-    def _judged_as(self, row: Row) -> Estimate | Failure | None:
-        """What the compiler said of the same program under another row, None if nothing yet."""
+    def _judged_as(self, trial: Trial) -> Estimate | Failure | None:
+        """What the compiler said of the same program under another trial, None if nothing yet."""
         others = (
             self._recorded(self.key(other))
-            for other in self._state.rows
-            if other is not row and other.compiled is not None and _are_one(other, row)
+            for other in self._state.trials
+            if other is not trial and other.compiled is not None and _are_one(other, trial)
         )
         return next((found for found in others if found is not None), None)
 
@@ -319,16 +321,16 @@ class Compiling:
                 elapsed_s=result.elapsed_s,
             )
 
-    def _record(self, row: Row, key: str, outcome: Estimate | Failure) -> None:
-        if isinstance(outcome, Estimate) and isinstance(row.propagated, Estimate):
-            outcome = dataclasses.replace(outcome, dropped=row.propagated.dropped)
-        row.compiled = outcome
-        note = self._state.note("compile", row)
-        self._state.journal.add(key, outcome, {**note, "module": row.digest, "most": self.most})
+    def _record(self, trial: Trial, key: str, outcome: Estimate | Failure) -> None:
+        if isinstance(outcome, Estimate) and isinstance(trial.propagated, Estimate):
+            outcome = dataclasses.replace(outcome, dropped=trial.propagated.dropped)
+        trial.compiled = outcome
+        note = self._state.note("compile", trial)
+        self._state.journal.add(key, outcome, {**note, "module": trial.digest, "most": self.most})
 
 
-def _are_one(one: Row, other: Row) -> bool:
-    """Whether two rows are known to have come to one program."""
+def _are_one(one: Trial, other: Trial) -> bool:
+    """Whether two trials are known to have come to one program."""
     return bool(one.digest) and (one.problem, one.digest) == (other.problem, other.digest)
 
 

@@ -46,12 +46,12 @@ def why_no_plan(
             + "\nCheck the step on one device first: non-finite values there stay non-finite."
             + (_SYNTHETIC if drawn else "")
         )
-    judged = [(t, i, n) for i, t in enumerate(found.trials) if (n := _peak(t, target))]
-    too_large = [x for x in judged if x[2] > limit_bytes]
+    judged = [(t, n) for t in found.trials if (n := _peak(t, target))]
+    too_large = [x for x in judged if x[1] > limit_bytes]
     # A failure that is no OOM says nothing of memory: more of it would not help.
     stopped = [
         t.failure
-        for t, _, peak in judged
+        for t, peak in judged
         if peak <= limit_bytes and t.failure is not None and t.failure.kind is not Kind.OOM
     ]
     if not too_large and not stopped:
@@ -62,12 +62,12 @@ def why_no_plan(
     lines: list[str] = []
     if stopped:
         lines += _why_stopped(stopped)
-        if not any(_compiler_says(t) for t, _, _ in too_large):
+        if not any(_compiler_says(t) for t, _ in too_large):
             if too_large:
                 lines.append(f"{len(too_large)} more are too large by rung 1 alone.")
             return "\n".join(lines)
         lines.append("Of those that the compiler judged:")
-    trial, index, peak = min(too_large, key=lambda x: (not _compiler_says(x[0]), x[2]))
+    trial, peak = min(too_large, key=lambda x: (not _compiler_says(x[0]), x[1]))
     state = trial.estimate.state_bytes if trial.estimate else 0
     layout = trial.candidate.layout
     lines += [
@@ -78,7 +78,7 @@ def why_no_plan(
         f" {rules_in_words(layout)}, knobs {dict(trial.candidate.knobs)}.",
         "It would fit with:",
     ]
-    problem = problems[found.problem[index]]
+    problem = problems[trial.problem]
     if limit_bytes > state:
         lines.append(
             f"  - a batch of about {(limit_bytes - state) / (peak - state):.2f} of this one"
@@ -94,7 +94,7 @@ def why_no_plan(
         excess=(peak - state) / (limit_bytes - state) if limit_bytes > state else math.inf,
     )
     peaks: dict[tuple[tuple[str, KnobValue], ...], int] = {}
-    for other, _, needed in judged:
+    for other, needed in judged:
         values = other.candidate.knobs
         peaks[values] = min(needed, peaks.get(values, needed))
     advice, remarks = knob_advice(model_fn, nearest, peaks, make_problem, cost, limit_bytes)

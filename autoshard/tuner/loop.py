@@ -19,17 +19,17 @@ from autoshard.tuner.budget import Budget, Callback
 from autoshard.tuner.compiling import Compiling
 from autoshard.tuner.journal import Journal
 from autoshard.tuner.measuring import Measuring, opened_runner
-from autoshard.tuner.promoting import (
+from autoshard.tuner.propagating import propagate_all
+from autoshard.tuner.selection import (
     always,
+    constraint_variants,
     false_rejections,
     hopeful_baselines,
     learn,
     promoted,
-    reworded,
     smallest,
     worth_measuring,
 )
-from autoshard.tuner.propagating import propagate_all
 from autoshard.tuner.state import SearchState
 from autoshard.tuner.strategy import Strategy
 
@@ -59,7 +59,6 @@ class Found:
     Attributes:
       trials: every trial, in the order asked.
       ranking: indices of trials that may be planned, best first; empty if none may.
-      problem: of each trial, which problem it belongs to.
       ended: "finished", "interrupted", "out of time" where the whole time was up, or what was cut
         short by its share of the time, such as "cut short: judging layouts, measuring".
       false_rejections: candidates that rung 1 would have rejected and rung 2 found to fit.
@@ -71,7 +70,6 @@ class Found:
 
     trials: tuple[Trial, ...]
     ranking: tuple[int, ...]
-    problem: tuple[int, ...]
     ended: str
     false_rejections: int
     elapsed_s: dict[str, float]
@@ -129,11 +127,12 @@ def run_search(
                     _compile_until_one_fits(state, compiling)
                 ranking = _by_estimate(state)
     journal.sync()
+    for trial in state.trials:
+        trial.module = None  # a program may be large
     state.elapsed_s["all"] = time.perf_counter() - state.start_s
     return Found(
-        trials=tuple(row.trial() for row in state.rows),
+        trials=tuple(state.trials),
         ranking=tuple(ranking),
-        problem=tuple(row.problem for row in state.rows),
         ended=state.how_it_ended(),
         false_rejections=false_rejections(state),
         elapsed_s=dict(state.elapsed_s),
@@ -189,7 +188,7 @@ def _climb(
         with state.timed("compile"):
             second = promoted(state, max(0, compiling.most - spared - compiling.count), first)
             compiling.compile(second, 1.0)
-            for index in itertools.islice(reworded(state, compiling.known), spared):
+            for index in itertools.islice(constraint_variants(state, compiling.known), spared):
                 compiling.begin([index], 1.0)
             compiling.finish()
             rest = promoted(state, max(0, compiling.most - compiling.count), first)
@@ -210,7 +209,7 @@ def _climb(
             # After those that the first wave points to, what it had no place for.
             rest = worth_measuring(state, first)
             more = [*always(state, rest), *worth_measuring(state, second), *rest]
-            fresh = [i for i in more if state.rows[i].profiled is None][: max(0, left)]
+            fresh = [i for i in more if state.trials[i].profiled is None][: max(0, left)]
             finalists = [*measuring.ranking[:_DEFENDERS], *fresh]
             measuring.measure(bench, finalists, "final", budget.rounds, FIRST_WAVE_ROUNDS, 1.0)
         learn(state)
@@ -222,7 +221,7 @@ def _may_be_estimated(state: SearchState, measuring: Measuring) -> bool:
     Not where candidates compute something else than they should, unless others were left unchecked,
     by an interrupt or for want of time: nobody knows of these, which is noted.
     """
-    checked = [row.profiled for row in state.rows if isinstance(row.profiled, Failure)]
+    checked = [trial.profiled for trial in state.trials if isinstance(trial.profiled, Failure)]
     wrong = sum(failure.kind is Kind.NUMERICS for failure in checked)
     if not wrong or (not state.interrupted and not measuring.left):
         return not wrong
@@ -234,9 +233,9 @@ def _may_be_estimated(state: SearchState, measuring: Measuring) -> bool:
 
 
 def _fitting(state: SearchState) -> list[int]:
-    """Rows that rung 2 finds to fit and that have not failed on the devices."""
-    fitting = state.standing(state.fitting(range(len(state.rows))))
-    return [i for i in fitting if not isinstance(state.rows[i].profiled, Failure)]
+    """Trials that rung 2 finds to fit and that have not failed on the devices."""
+    fitting = state.representatives(state.fitting(range(len(state.trials))))
+    return [i for i in fitting if not isinstance(state.trials[i].profiled, Failure)]
 
 
 def _compile_until_one_fits(state: SearchState, compiling: Compiling) -> None:
@@ -259,7 +258,7 @@ def _by_estimate(state: SearchState) -> list[int]:
     """Nothing was measured: what rung 2 finds to fit, by its estimate."""
 
     def order(i: int) -> tuple[float, int]:
-        usual = state.rows[i].candidate.layout.constraints is Constraints.USUAL
+        usual = state.trials[i].candidate.layout.constraints is Constraints.USUAL
         return state.estimated_s(i) * (1.0 if usual else 1.0 + _WORTH), i
 
     return sorted(_fitting(state), key=order)

@@ -9,7 +9,15 @@ from autoshard.compat.xla.versions import versions
 from autoshard.errors import WorkerError
 from autoshard.lowering.lower import lower_unsharded
 from autoshard.records.module import Module
-from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Stage, relative_time
+from autoshard.records.trial import (
+    Estimate,
+    Failure,
+    Kind,
+    Measurement,
+    Stage,
+    Trial,
+    relative_time,
+)
 from autoshard.rungs.profile import numerics, profile
 from autoshard.rungs.profile.checking import Finalist, Touching
 from autoshard.rungs.profile.inputs import Inputs, make_inputs
@@ -19,7 +27,7 @@ from autoshard.rungs.profile.runner_client import ChildRunner
 from autoshard.target.host import cores
 from autoshard.tuner.journal import key_of
 from autoshard.tuner.race_records import RaceRecords, trace_key, with_trace
-from autoshard.tuner.state import Row, SearchState
+from autoshard.tuner.state import SearchState
 
 _BATCHES = 2
 
@@ -48,10 +56,10 @@ def opened_runner(state: SearchState) -> Iterator[Runner]:
 
 
 class Measuring:
-    """Measures rows of a state in waves.
+    """Measures trials of a state in waves.
 
     Attributes:
-      ranking: rows that may be planned, best first: the fastest of the last race, then the others
+      ranking: trials that may be planned, best first: the fastest of the last race, then the others
         by `trial.relative_time` to it.
     """
 
@@ -64,8 +72,8 @@ class Measuring:
 
     @property
     def left(self) -> list[int]:
-        """Rows that were to be measured, and were neither that nor failed."""
-        return [i for i in sorted(self._asked) if self._state.rows[i].profiled is None]
+        """Trials that were to be measured, and were neither that nor failed."""
+        return [i for i in sorted(self._asked) if self._state.trials[i].profiled is None]
 
     def measure(
         self,
@@ -76,7 +84,7 @@ class Measuring:
         first_round: int,
         share: float,
     ) -> None:
-        """Races rows against each other, unless the journal holds the wave.
+        """Races trials against each other, unless the journal holds the wave.
 
         A wave is recorded in one write; failures are recorded as they happen, and who failed is not
         tried again, unless it computed something else from other values.
@@ -91,21 +99,21 @@ class Measuring:
         if not indices:
             return
         self._asked.update(indices)
-        keys = {i: self._key(state.rows[i], wave) for i in indices}
+        keys = {i: self._key(state.trials[i], wave) for i in indices}
         races: list[list[int]] = []
         # Programs with one kind of state and batch start from the same values.
         groups: dict[object, list[int]] = {}
         for i in indices:
-            program = state.problem_of(state.rows[i]).analysis.program
+            program = state.problem_of(state.trials[i]).analysis.program
             groups.setdefault((program.state, program.state_tree, program.batch), []).append(i)
         for group in groups.values():
-            more = self._about([keys[i] for i in group], self._inputs_of(state.rows[group[0]]))
+            more = self._about([keys[i] for i in group], self._inputs_of(state.trials[group[0]]))
             more |= {"wave": wave, "rounds": rounds}
             open_ = []
             for i in group:
                 failure = state.journal.find(keys[i])
                 if isinstance(failure, Failure) and self._stands(failure, keys[i], more):
-                    state.rows[i].profiled = failure
+                    state.trials[i].profiled = failure
                 else:
                     open_.append(i)
             if not open_:
@@ -113,7 +121,7 @@ class Measuring:
             if (raced := self._raced_before(open_, keys, more, share)) is not None:
                 races.append(self._replayed(raced, keys))
             else:
-                first = first_round + _APART * state.rows[group[0]].problem
+                first = first_round + _APART * state.trials[group[0]].problem
                 races.append(self._race(bench, open_, rounds, first, share, keys, more))
         # Times of different races say little: the fastest of one of them comes first.
         races.sort(key=lambda race: state.time_of(race[0]) if race else float("inf"))
@@ -139,9 +147,9 @@ class Measuring:
             return []
         names = {self._name(i): i for i in group}
         by_name = {name: keys[i] for name, i in names.items()}
-        by_name |= {self._reference(i): self._reference_key(state.rows[i]) for i in group}
-        rows = {name: state.rows[i] for name, i in names.items()}
-        records = RaceRecords(state, rows, by_name, more)
+        by_name |= {self._reference(i): self._reference_key(state.trials[i]) for i in group}
+        trials = {name: state.trials[i] for name, i in names.items()}
+        records = RaceRecords(state, trials, by_name, more)
         try:
             return self._raced(bench, names, records, rounds, first_round, share)
         except WorkerError as error:  # that says nothing of the programs
@@ -157,13 +165,13 @@ class Measuring:
         first_round: int,
         share: float,
     ) -> list[int]:
-        """The same, of rows by the names that they race under.
+        """The same, of trials by the names that they race under.
 
         Raises:
           WorkerError: no process can be started to measure in.
         """
         state = self._state
-        inputs = self._inputs_of(state.rows[next(iter(names.values()))])
+        inputs = self._inputs_of(state.trials[next(iter(names.values()))])
         failure = bench.set_inputs(inputs.init, inputs.batches)
         if failure is not None:  # that says nothing of the programs
             state.notes.append(
@@ -230,15 +238,15 @@ class Measuring:
                 records.traced(finalist.name, *found)
 
     def _finalist(self, name: str, index: int) -> Finalist:
-        row = self._state.rows[index]
-        module, compiled = self._state.module_of(row), row.compiled
+        trial = self._state.trials[index]
+        module, compiled = self._state.module_of(trial), trial.compiled
         assert isinstance(module, Module) and isinstance(compiled, Estimate)
         return Finalist(
             name=name,
             module=module,
             footprint=footprint(module, compiled.peak_memory_bytes),
             reference=self._reference(index),
-            checked=row.profiled if isinstance(row.profiled, Measurement) else None,
+            checked=trial.profiled if isinstance(trial.profiled, Measurement) else None,
         )
 
     def _references(
@@ -249,7 +257,7 @@ class Measuring:
         found: dict[str, Module] = {}
         for finalist, index in zip(finalists, indices, strict=True):
             if finalist.checked is None and finalist.reference not in found:
-                program = state.problem_of(state.rows[index]).analysis.program
+                program = state.problem_of(state.trials[index]).analysis.program
                 found[finalist.reference] = lower_unsharded(program, state.target)
         return found
 
@@ -259,7 +267,7 @@ class Measuring:
             trace = self._state.journal.find(trace_key(keys[i]))
             if isinstance(trace, Measurement):
                 measured = with_trace(measured, trace)
-            self._state.rows[i].profiled = measured
+            self._state.trials[i].profiled = measured
 
         def place(i: int) -> tuple[float, float]:
             place = self._state.journal.note(keys[i]).get("place")
@@ -268,32 +276,32 @@ class Measuring:
         return sorted(raced, key=place)
 
     def _name(self, index: int) -> str:
-        return f"{self._state.rows[index].baseline or 'candidate'} {index}"
+        return f"{self._state.trials[index].baseline or 'candidate'} {index}"
 
     def _reference(self, index: int) -> str:
-        """The name of the unsharded step of a row's knobs."""
-        return f"reference {self._state.rows[index].problem}"
+        """The name of the unsharded step of a trial's knobs."""
+        return f"reference {self._state.trials[index].problem}"
 
-    def _reference_key(self, row: Row) -> str:
-        """The journal's key of a run of the unsharded step of a row's knobs."""
+    def _reference_key(self, trial: Trial) -> str:
+        """The journal's key of a run of the unsharded step of a trial's knobs."""
         state = self._state
         return key_of(
             rung="reference",
-            program=state.problem_of(row).analysis.digest,
+            program=state.problem_of(trial).analysis.digest,
             devices=[str(d) for d in state.target.devices],
             host=os.uname().nodename,
             versions=versions(),
         )
 
-    def _key(self, row: Row, wave: str) -> str:
+    def _key(self, trial: Trial, wave: str) -> str:
         state = self._state
         threads = threads_asked() if state.target.platform == "cpu" else 0
-        workload = state.problem_of(row).analysis.program.workload
-        assert row.digest, "what is measured was lowered, here or by an earlier search"
+        workload = state.problem_of(trial).analysis.program.workload
+        assert trial.digest, "what is measured was lowered, here or by an earlier search"
         return key_of(
             rung="profile",
             protocol=PROTOCOL,
-            program=row.digest,
+            program=trial.digest,
             compiled_by=self._compiled_by,
             versions=versions(),
             wave=wave,
@@ -301,7 +309,7 @@ class Measuring:
             cores=cores(),
             devices=[str(d) for d in state.target.devices],
             seed=state.seed,
-            init=self._inputs_of(row).start_digest,
+            init=self._inputs_of(trial).start_digest,
             synthetic=workload.sample is None,
             ahead=runs_ahead(state.target.platform),
             threads=threads,
@@ -356,21 +364,21 @@ class Measuring:
             return None
         return found
 
-    def _inputs_of(self, row: Row) -> Inputs:
-        """What the programs of a row's knobs start from, made once."""
-        if row.problem not in self._inputs:
+    def _inputs_of(self, trial: Trial) -> Inputs:
+        """What the programs of a trial's knobs start from, made once."""
+        if trial.problem not in self._inputs:
             state = self._state
-            program = state.problem_of(row).analysis.program
-            self._inputs[row.problem] = make_inputs(program, state.target, state.seed, _BATCHES)
-        return self._inputs[row.problem]
+            program = state.problem_of(trial).analysis.program
+            self._inputs[trial.problem] = make_inputs(program, state.target, state.seed, _BATCHES)
+        return self._inputs[trial.problem]
 
     def _rank(self, ranked: Sequence[int]) -> None:
         """Ranks all that is measured: the race's fastest first, the others by their times to it."""
-        rows = self._state.rows
+        trials = self._state.trials
         measured = {
             i: found
             for i in (*ranked, *self.ranking, *self._state.measured())
-            if isinstance(found := rows[i].profiled, Measurement)
+            if isinstance(found := trials[i].profiled, Measurement)
         }
         fastest = next(iter(measured.values()), None)
 

@@ -1,27 +1,13 @@
-"""Promotion: which candidates of one rung go on to the next. Pure functions of what is known."""
+"""Promotion from one rung to the next: successive halving (Jamieson and Talwalkar 2016).
 
-import dataclasses
+Two changes to the algorithm: half of the places go to different families of candidates, and rung 1
+is corrected by what higher rungs said. Pure functions of trials.
+"""
 
-from autoshard.records.trial import Estimate
+from collections.abc import Collection, Mapping
+
+from autoshard.records.trial import Estimate, Trial
 from autoshard.target.cost import Correction, fit_correction
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A candidate as promotion sees it.
-
-    Attributes:
-      index: whose it is; returned to the caller.
-      estimate: rung 1's.
-      family: candidates of one family differ in details only.
-      program: equal for candidates that put the same shardings everywhere, in the same words.
-    """
-
-    index: int
-    estimate: Estimate
-    family: object
-    program: object
-
 
 DEFAULT_LOWER_BOUND = 0.5
 """Until rung 2 has spoken, the true peak is taken to be at least this part of rung 1's."""
@@ -64,59 +50,73 @@ def surely_too_large(estimate: Estimate, limit_bytes: int, factor: float) -> boo
 
 
 def promote(
-    entries: list[Entry],
+    trials: Mapping[int, Trial],
     count: int,
     correction: Correction,
     limit_bytes: int,
     factor: float,
-    taken: list[Entry],
-) -> list[Entry]:
-    """The `count` most promising by corrected time, each program once.
+    taken: Collection[int],
+) -> list[int]:
+    """Chooses the `count` most promising trials by corrected time, each program once.
 
-    One half is spread over families, no family more than its share, and leaves out those that the
-    model cannot tell from a chosen one: it may be wrong about a whole family. The other half is
-    the best of what is left, whatever its family: the model does not see everything in which
-    members of one family differ.
+    The first half is spread over families: no family takes more than its share, and a trial that
+    rung 1 cannot tell from a chosen one is left out. Rung 1 may be wrong about a whole family. The
+    second half is the best of the rest, since rung 1 does not see all differences within a family.
 
     Args:
-      taken: those that have gone on already: none of them again, nor one that the model cannot tell
-        from one of them.
+      trials: by index, those that rung 1 has an estimate for.
+      factor: see `lower_bound_factor`.
+      taken: indices of `trials` that went on before. Neither they nor trials that rung 1 cannot
+        tell from them go on in the first half.
+
+    Returns:
+      Indices, best first within each half.
     """
-    seen = {e.program for e in taken}
+    programs = {trials[i].shardings for i in taken}
     families: dict[object, int] = {}
-    chosen: list[Entry] = []
+    chosen: list[int] = []
     spread = count - count // 2
     share = max(1, spread // 2)
-    fitting = [e for e in entries if not surely_too_large(e.estimate, limit_bytes, factor)]
+    estimates = {i: _estimate(trial) for i, trial in trials.items()}
+    fitting = [i for i, e in estimates.items() if not surely_too_large(e, limit_bytes, factor)]
 
-    def order(e: Entry) -> tuple[bool, float, int]:
-        return (
-            e.estimate.peak_memory_bytes > limit_bytes,
-            corrected_s(e.estimate, correction),
-            e.index,
-        )
+    def order(i: int) -> tuple[bool, float, int]:
+        e = estimates[i]
+        return e.peak_memory_bytes > limit_bytes, corrected_s(e, correction), i
 
-    rest: list[Entry] = []
-    alike = list(taken)
-    for entry in sorted(fitting, key=order):
-        if entry.program in seen:
+    rest: list[int] = []
+    compared = [trials[i] for i in taken]
+    for i in sorted(fitting, key=order):
+        trial = trials[i]
+        if trial.shardings in programs:
             continue
-        seen.add(entry.program)
-        twin = any(_alike(entry, other) for other in alike)
-        alike.append(entry)
-        if twin or len(chosen) == spread or families.get(entry.family, 0) >= share:
-            rest.append(entry)
+        programs.add(trial.shardings)
+        twin = any(_alike(trial, other) for other in compared)
+        compared.append(trial)
+        if twin or len(chosen) == spread or families.get(_family(trial), 0) >= share:
+            rest.append(i)
             continue
-        families[entry.family] = families.get(entry.family, 0) + 1
-        chosen.append(entry)
+        families[_family(trial)] = families.get(_family(trial), 0) + 1
+        chosen.append(i)
     return (chosen + rest)[:count]
 
 
-def _alike(a: Entry, b: Entry) -> bool:
-    """Whether the model cannot tell two members of one family apart."""
-    x, y = a.estimate, b.estimate
+def _estimate(trial: Trial) -> Estimate:
+    assert isinstance(trial.propagated, Estimate)
+    return trial.propagated
+
+
+def _family(trial: Trial) -> object:
+    """Candidates of one family divide the same axes, over other mesh axes or with other states."""
+    axes = tuple(axis for axis, _ in trial.candidate.layout.activation_rules)
+    return trial.candidate.knobs, axes
+
+
+def _alike(a: Trial, b: Trial) -> bool:
+    """Whether rung 1 cannot tell two members of one family apart."""
+    x, y = _estimate(a), _estimate(b)
     return (
-        a.family == b.family
+        _family(a) == _family(b)
         and abs(x.time_s - y.time_s) <= 0.005 * y.time_s
         and abs(x.peak_memory_bytes - y.peak_memory_bytes) <= 0.02 * y.peak_memory_bytes
     )

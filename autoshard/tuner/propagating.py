@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 from autoshard.errors import LayoutError, WorkerError
 from autoshard.records.layout import Candidate, Layout
-from autoshard.records.trial import Estimate, Failure, Kind, Stage
+from autoshard.records.trial import Estimate, Failure, Kind, Stage, Trial
 from autoshard.rungs.propagate import Propagator
 from autoshard.rungs.propagate import in_workers as partitioning
 from autoshard.rungs.propagate.partition import Partition
 from autoshard.space.baselines import baselines
 from autoshard.space.space import Space
 from autoshard.target.host import cores, memory_bytes
-from autoshard.tuner.state import Row, SearchState
-from autoshard.tuner.strategy import Beam, Exhaustive, Seen, Strategy
+from autoshard.tuner.state import SearchState
+from autoshard.tuner.strategy import Beam, Exhaustive, Strategy
 
 _WORTH_S = 30.0
 """So much of rung 1 must lie ahead for other processes to be started: each imports JAX first."""
@@ -50,7 +50,7 @@ class _Propagation:
         self._state = state
         self._cost = state.cost
         self._propagators = [Propagator(s.analysis) for s in state.problems]
-        self._histories: list[list[Seen]] = [[] for _ in state.problems]
+        self._histories: list[list[Trial]] = [[] for _ in state.problems]
         self._known: dict[object, Estimate | Failure] = {}
         self._users = strategy is not None
         self._strategies = self._one_each(strategy)
@@ -87,13 +87,13 @@ class _Propagation:
         after_baselines()
         with self._other_processes():
             self._explore(share)
-        state.tell(Stage.PROPAGATE, len(state.rows), limit, "layouts judged")
+        state.tell(Stage.PROPAGATE, len(state.trials), limit, "layouts judged")
 
     @contextlib.contextmanager
     def _other_processes(self) -> Iterator[None]:
         """Partitions in several processes, where so much lies ahead that they are worth it."""
         state = self._state
-        spent_s = [row.propagated.elapsed_s for row in state.rows]
+        spent_s = [trial.propagated.elapsed_s for trial in state.trials]
         ahead_s = (state.budget.candidates - len(spent_s)) * sum(spent_s) / max(1, len(spent_s))
         processes = min(cores(), memory_bytes() // _ROOM_BYTES, _MOST_PROCESSES)
         if processes < 2 or ahead_s < _WORTH_S:
@@ -113,7 +113,7 @@ class _Propagation:
     def _explore(self, share: float) -> None:
         state, limit = self._state, self._state.budget.candidates
         live = list(range(len(state.problems)))
-        while live and len(state.rows) < limit:
+        while live and len(state.trials) < limit:
             # The problem that is furthest behind goes next, so that knobs share the budget.
             i = min(live, key=lambda k: (len(self._histories[k]), k))
             asked = self._strategies[i].ask(
@@ -124,9 +124,9 @@ class _Propagation:
             if not asked:
                 live.remove(i)
                 continue
-            self._ask(i, asked[: limit - len(state.rows)])
+            self._ask(i, asked[: limit - len(state.trials)])
             for candidate in asked:
-                if len(state.rows) >= limit or state.stops("judging layouts", share):
+                if len(state.trials) >= limit or state.stops("judging layouts", share):
                     live = []
                     break
                 self._judge(i, candidate, "")
@@ -210,20 +210,20 @@ class _Propagation:
         outcome: Estimate | Failure,
         key: str | None,
     ) -> None:
-        """Makes a row; with a key it is new to the journal."""
+        """Makes a trial; with a key it is new to the journal."""
         state = self._state
-        row = Row(
+        trial = Trial(
             problem=index,
             candidate=candidate,
             baseline=baseline,
-            program=program,
+            shardings=program,
             propagated=outcome,
         )
         if key is not None:
-            state.journal.add(key, outcome, state.note("propagate", row), sync=False)
-        state.rows.append(row)
-        self._histories[index].append(Seen(candidate=candidate, outcome=outcome))
-        if len(state.rows) % 10 == 0:
+            state.journal.add(key, outcome, state.note("propagate", trial), sync=False)
+        state.trials.append(trial)
+        self._histories[index].append(trial)
+        if len(state.trials) % 10 == 0:
             state.tell(
-                Stage.PROPAGATE, len(state.rows), state.budget.candidates, "propagating layouts"
+                Stage.PROPAGATE, len(state.trials), state.budget.candidates, "propagating layouts"
             )

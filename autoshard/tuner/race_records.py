@@ -4,30 +4,30 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from autoshard.records.trial import Failure, Kind, Measurement, Outcome, Stage
+from autoshard.records.trial import Failure, Kind, Measurement, Outcome, Stage, Trial
 from autoshard.rungs.profile.profile import PartitionedProgram, Profiles
 from autoshard.tuner.journal import key_of
-from autoshard.tuner.state import Row, SearchState
+from autoshard.tuner.state import SearchState
 
 
 class RaceRecords:
-    """Writes to the journal, and to the rows, as finalists are judged.
+    """Writes to the journal, and to the trials, as finalists are judged.
 
     Args:
-      rows: by name of the finalist.
+      trials: by name of the finalist.
       keys: the journal's, of each finalist's measurement and of each unsharded step's run, by name.
-      more: what every line says beside the row.
+      more: what every line says beside the trial.
     """
 
     def __init__(
         self,
         state: SearchState,
-        rows: Mapping[str, Row],
+        trials: Mapping[str, Trial],
         keys: Mapping[str, str],
         more: Mapping[str, object],
     ):
         self._state = state
-        self._rows = rows
+        self._trials = trials
         self._keys = keys
         self._more = more
 
@@ -37,10 +37,10 @@ class RaceRecords:
         return self._more.get("wave") == "final"
 
     def _note(self, name: str) -> dict[str, object]:
-        row = self._rows.get(name)
-        if row is None:  # an unsharded step
+        trial = self._trials.get(name)
+        if trial is None:  # an unsharded step
             return {**self._more, "rung": "profile", "baseline": name}
-        return {**self._more, **self._state.note("profile", row)}
+        return {**self._more, **self._state.note("profile", trial)}
 
     def started(self, names: Sequence[str]) -> None:
         """Programs begin to run that may take the process down."""
@@ -54,7 +54,7 @@ class RaceRecords:
     def died_twice(self, name: str) -> Failure | None:
         """The crash, recorded, if the process died in the midst of it twice; else None."""
         found = self._state.journal.find(self._keys[name])
-        if name not in self._rows and isinstance(found, Failure):
+        if name not in self._trials and isinstance(found, Failure):
             return found
         if self._state.journal.attempts(self._keys[name]) < 2:
             return None
@@ -65,8 +65,8 @@ class RaceRecords:
 
     def failed(self, name: str, failure: Failure) -> None:
         """Recorded at once."""
-        if name in self._rows:
-            self._rows[name].profiled = failure
+        if name in self._trials:
+            self._trials[name].profiled = failure
         self._state.journal.add(self._keys[name], failure, self._note(name))
 
     def measured(self, judged: PartitionedProgram, first_round: int) -> None:
@@ -79,21 +79,21 @@ class RaceRecords:
         for name, outcome in judged.outcomes.items():
             if isinstance(outcome, Failure):
                 continue
-            row, note = self._rows[name], self._note(name)
-            row.profiled = _joined(row.profiled, outcome, first_round)
+            trial, note = self._trials[name], self._note(name)
+            trial.profiled = _joined(trial.profiled, outcome, first_round)
             if name in judged.ranking:
                 note["place"] = judged.ranking.index(name)
             if judged.cut_short:
                 note["cut_short"] = judged.why_it_ended
-            records.append((self._keys[name], row.profiled, note))
+            records.append((self._keys[name], trial.profiled, note))
         self._state.journal.add_all(records)
 
     def traced(self, name: str, devices: Profiles, trace: str) -> None:
         """Recorded beside the measurement, which stands without it."""
-        row = self._rows[name]
+        trial = self._trials[name]
         found = Measurement(samples_s=(), rounds=(), devices=devices, trace=trace)
-        assert isinstance(row.profiled, Measurement)
-        row.profiled = with_trace(row.profiled, found)
+        assert isinstance(trial.profiled, Measurement)
+        trial.profiled = with_trace(trial.profiled, found)
         note = {**self._note(name), "rung": "trace"}
         self._state.journal.add(trace_key(self._keys[name]), found, note)
 

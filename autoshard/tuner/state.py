@@ -1,4 +1,4 @@
-"""The state of one search: its rows, its journal, its clock, and what it tells the callbacks."""
+"""The state of one search: trials, journal, clock, and the events for callbacks."""
 
 import contextlib
 import dataclasses
@@ -22,38 +22,6 @@ from autoshard.target.target import Target
 from autoshard.tuner.budget import Budget, Callback, Event
 from autoshard.tuner.code_digest import code_digest
 from autoshard.tuner.journal import Journal, key_of
-
-
-@dataclasses.dataclass(slots=True)
-class Row:
-    """A trial in the making.
-
-    Attributes:
-      problem: index of its problem.
-      program: equal for rows that put the same shardings everywhere, in the same words.
-      module: the lowered program, once it was needed.
-      digest: of the lowered program, once it or the journal says it; rows with one digest came to
-        one program, by constraints that the lowering leaves out.
-    """
-
-    problem: int
-    candidate: Candidate
-    baseline: str
-    program: object
-    propagated: Estimate | Failure
-    compiled: Estimate | Failure | None = None
-    profiled: Measurement | Failure | None = None
-    module: Module | None = None
-    digest: str = ""
-
-    def trial(self) -> Trial:
-        return Trial(
-            candidate=self.candidate,
-            propagated=self.propagated,
-            compiled=self.compiled,
-            profiled=self.profiled,
-            baseline=self.baseline,
-        )
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -82,7 +50,7 @@ class SearchState:
     limit_bytes: int
     folder: pathlib.Path | None
     executables: pathlib.Path | None = None
-    rows: list[Row] = dataclasses.field(default_factory=list)
+    trials: list[Trial] = dataclasses.field(default_factory=list)
     correction: Correction = dataclasses.field(default_factory=Correction)
     interrupted: bool = False
     cut_short: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -96,8 +64,8 @@ class SearchState:
         """What the model of time knows of the target."""
         return self.cost.constants
 
-    def problem_of(self, row: Row) -> SearchProblem:
-        return self.problems[row.problem]
+    def problem_of(self, trial: Trial) -> SearchProblem:
+        return self.problems[trial.problem]
 
     def late(self, share: float) -> bool:
         """Whether that share of the budget's seconds is spent.
@@ -149,7 +117,7 @@ class SearchState:
         measured = self.measured()
         best = self.time_of(measured[0]) if measured else None
         if best is None:
-            judged = (row.propagated for row in self.rows)
+            judged = (trial.propagated for trial in self.trials)
             times = (
                 one.time_s
                 for one in judged
@@ -165,13 +133,15 @@ class SearchState:
                     raise
 
     def measured(self) -> list[int]:
-        """Measured rows, fastest median first."""
-        timed = [i for i, row in enumerate(self.rows) if isinstance(row.profiled, Measurement)]
+        """Measured trials, fastest median first."""
+        timed = [
+            i for i, trial in enumerate(self.trials) if isinstance(trial.profiled, Measurement)
+        ]
         return sorted(timed, key=lambda i: (self.time_of(i), i))
 
     def time_of(self, index: int) -> float:
-        """Median of a measured row, seconds."""
-        outcome = self.rows[index].profiled
+        """Median of a measured trial, seconds."""
+        outcome = self.trials[index].profiled
         return outcome.median_s if isinstance(outcome, Measurement) else float("inf")
 
     def fitting(self, indices: Sequence[int]) -> list[int]:
@@ -179,56 +149,56 @@ class SearchState:
         return [
             i
             for i in indices
-            if isinstance(compiled := self.rows[i].compiled, Estimate)
+            if isinstance(compiled := self.trials[i].compiled, Estimate)
             and compiled.peak_memory_bytes <= self.limit_bytes
         ]
 
     def estimated_s(self, index: int) -> float:
-        """What rung 2 says of a row, seconds."""
-        outcome = self.rows[index].compiled
+        """What rung 2 says of a trial, seconds."""
+        outcome = self.trials[index].compiled
         return outcome.time_s if isinstance(outcome, Estimate) else float("inf")
 
-    def standing(self, indices: Sequence[int]) -> list[int]:
-        """Of these rows those that stand for their program, where others came to the same one.
+    def representatives(self, indices: Sequence[int]) -> list[int]:
+        """Of these trials those that stand for their program, where others came to the same one.
 
         All baselines do, since people look for their names; where there is none, what was measured,
         or else the first.
         """
-        rows = self.rows
+        trials = self.trials
 
         def program(i: int) -> object:
-            return (rows[i].problem, rows[i].digest) if rows[i].digest else i
+            return (trials[i].problem, trials[i].digest) if trials[i].digest else i
 
         chosen: dict[object, int] = {}
-        for i in sorted(indices, key=lambda i: (rows[i].profiled is None, i)):
+        for i in sorted(indices, key=lambda i: (trials[i].profiled is None, i)):
             chosen.setdefault(program(i), i)
-        named = {program(i) for i in indices if rows[i].baseline}
+        named = {program(i) for i in indices if trials[i].baseline}
         return [
             i
             for i in indices
-            if rows[i].baseline or (program(i) not in named and chosen[program(i)] == i)
+            if trials[i].baseline or (program(i) not in named and chosen[program(i)] == i)
         ]
 
-    def specs_of(self, row: Row) -> Specs:
-        """Every sharding of a row's layout."""
-        return self.problem_of(row).space.specs(row.candidate.layout)
+    def specs_of(self, trial: Trial) -> Specs:
+        """Every sharding of a trial's layout."""
+        return self.problem_of(trial).space.specs(trial.candidate.layout)
 
-    def module_of(self, row: Row) -> Module | Failure:
-        """The program of a row, lowered once; after a failure, every time."""
-        if row.module is None:
-            problem = self.problem_of(row)
+    def module_of(self, trial: Trial) -> Module | Failure:
+        """The program of a trial, lowered once; after a failure, every time."""
+        if trial.module is None:
+            problem = self.problem_of(trial)
             start = time.perf_counter()
             try:
-                analysis = problem.analysis_for(row.candidate.layout)
-                row.module = lower_step(
-                    analysis, minimal_constraints(analysis, self.specs_of(row)), self.target
+                analysis = problem.analysis_for(trial.candidate.layout)
+                trial.module = lower_step(
+                    analysis, minimal_constraints(analysis, self.specs_of(trial)), self.target
                 )
-                row.digest = row.module.digest
+                trial.digest = trial.module.digest
             except LoweringError as error:
                 cause = error.__cause__
                 assert isinstance(cause, Exception)
                 return failure_of(cause, Stage.COMPILE, time.perf_counter() - start)
-        return row.module
+        return trial.module
 
     def settings(self, name: str) -> WorkerSettings:
         """How to start the worker process called `name`."""
@@ -260,6 +230,6 @@ class SearchState:
             **more,
         )
 
-    def note(self, rung: str, row: Row) -> dict[str, object]:
+    def note(self, rung: str, trial: Trial) -> dict[str, object]:
         """What a journal line says beside key and outcome, for people and reports."""
-        return {"rung": rung, "baseline": row.baseline, "candidate": row.candidate.to_json()}
+        return {"rung": rung, "baseline": trial.baseline, "candidate": trial.candidate.to_json()}

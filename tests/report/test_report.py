@@ -25,7 +25,7 @@ from autoshard.report.explain import numerics
 from autoshard.tuner.budget import Budget
 from autoshard.tuner.journal import Journal
 from autoshard.tuner.measuring import Measuring
-from autoshard.tuner.state import Row, SearchState
+from autoshard.tuner.state import SearchState
 
 
 @pytest.mark.parametrize(
@@ -441,11 +441,11 @@ def test_the_times_of_a_table_never_contradict_its_order(searched, times):
         for rounds in [range(first, first + count)]
     ]
     rows = [
-        Row(
+        Trial(
             problem=0,
             candidate=trial(f"baseline {i}").candidate,
             baseline=f"baseline {i}",
-            program=i,
+            shardings=i,
             propagated=estimate(Rung.PROPAGATE),
             compiled=estimate(),
             profiled=one,
@@ -462,12 +462,12 @@ def test_the_times_of_a_table_never_contradict_its_order(searched, times):
         seed=0,
         limit_bytes=1000,
         folder=None,
-        rows=rows,
+        trials=rows,
     )
     measuring = Measuring(ledger, str)
     measuring._rank([len(found) - 1])
     assert measuring.ranking[0] == len(found) - 1, "the race says who is the fastest"
-    trials = [row.trial() for row in rows]
+    trials = rows
     cells = table(describe(planned(searched, trials, ranking=measuring.ranking)))
     assert [row["layout"] for row in cells] == [f"baseline {i}" for i in measuring.ranking]
     unit = next(column for column in cells[0] if column.startswith("measured"))

@@ -20,7 +20,7 @@ from autoshard.target.topology import parse_topology
 from autoshard.tuner.journal import Journal
 from autoshard.tuner.propagating import propagate_all
 from autoshard.tuner.state import SearchState
-from autoshard.tuner.strategy.base import Seen
+from autoshard.tuner.strategy.base import Trial
 from autoshard.tuner.strategy.beam import Beam
 from autoshard.tuner.strategy.one_axis import one_axis_layouts
 
@@ -88,7 +88,7 @@ def test_a_search_keeps_tensor_parallelism_off_slow_links(name, sequences, tmp_p
     propagate_all(ledger, None, 1.0)
     fitting = [
         row
-        for row in ledger.rows
+        for row in ledger.trials
         if isinstance(row.propagated, Estimate)
         and row.propagated.peak_memory_bytes <= ledger.limit_bytes
     ]
@@ -114,6 +114,8 @@ def test_the_same_rules_over_other_links_are_asked_for_first() -> None:
     assert all(sorted(c.layout.mesh) != sorted(start.layout.mesh) for c in first)
     failure = Failure(kind=Kind.UNSUPPORTED, stage=Stage.PROPAGATE, message="")
     beam = Beam(target.memory_bytes)
-    history = tuple(Seen(candidate=c, outcome=failure) for c in (start, *one_axis_layouts(space)))
+    history = tuple(
+        Trial(candidate=c, propagated=failure) for c in (start, *one_axis_layouts(space))
+    )
     for seed in range(3):
         assert set(first) <= set(beam.ask(space, seed, history))

@@ -12,7 +12,7 @@ from autoshard.compat.xla.executable import MemoryUse
 from autoshard.plan.file import read_plan
 from autoshard.records.layout import Candidate, Layout
 from autoshard.records.module import Module
-from autoshard.records.trial import Failure, Kind, Rung, Stage
+from autoshard.records.trial import Failure, Kind, Rung, Stage, Trial
 from autoshard.rungs.compile import job as compile_job
 from autoshard.rungs.compile.job import CompileResult
 from autoshard.rungs.profile.runner_client import ChildRunner
@@ -21,9 +21,8 @@ from autoshard.space.baselines import baselines
 from autoshard.tuner import compiling
 from autoshard.tuner.compiling import Compiling
 from autoshard.tuner.measuring import Measuring, opened_runner
-from autoshard.tuner.state import Row
 from tests.analysed import COST, subject, target
-from tests.tuner.test_promoting import estimate
+from tests.tuner.test_selection import estimate
 from tests.workloads import UNMEASURED, lines
 
 RESULT = CompileResult(
@@ -101,7 +100,7 @@ def test_only_workers_here_are_told_of_a_folder_here(quick, monkeypatch, tmp_pat
 def test_answers_are_kept_by_the_compilers_options(ledger, monkeypatch):
     of = subject("scanned_mlp")
     candidate = baselines(of.space)[0].candidate
-    row = Row(problem=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
+    row = Trial(problem=0, candidate=candidate, baseline="", shardings=0, propagated=NOT_JUDGED)
     ledger.problems, ledger.cost = [of], COST
     row.digest = "program"
 
@@ -120,7 +119,7 @@ def test_measurements_are_kept_by_the_number_of_threads(ledger, monkeypatch):
     """A layout that was stuck with as many threads as devices is tried again with more."""
     of = subject("scanned_mlp")
     candidate = baselines(of.space)[0].candidate
-    row = Row(problem=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
+    row = Trial(problem=0, candidate=candidate, baseline="", shardings=0, propagated=NOT_JUDGED)
     ledger.problems, ledger.cost = [of], COST
     row.digest = "program"
     compiling_ = Compiling(ledger, None)
@@ -165,11 +164,11 @@ def test_of_rows_that_come_to_one_program_one_is_compiled(ledger, monkeypatch, a
             for code in (b"same", b"other")
         )
         return [
-            Row(
+            Trial(
                 problem=0,
                 candidate=b.candidate,
                 baseline="",
-                program=i,
+                shardings=i,
                 propagated=dataclasses.replace(estimate(), dropped=(f"of row {i}",)),
                 module=module,
                 digest=module.digest,
@@ -180,7 +179,7 @@ def test_of_rows_that_come_to_one_program_one_is_compiled(ledger, monkeypatch, a
         ]
 
     def asked(rows, indices):
-        ledger.rows = rows
+        ledger.trials = rows
         rung2 = Compiling(ledger, Silent(answers=9) if kind == "worker" else None)
         for some in indices:
             rung2.begin(some, 1.0)
@@ -190,14 +189,14 @@ def test_of_rows_that_come_to_one_program_one_is_compiled(ledger, monkeypatch, a
     rung2 = asked(rows(4), [[0, 1, 2, 2], [0, 2], [3]])
     assert [module.stablehlo for module in compiled] == [b"same", b"other"]
     assert rung2.count == 2
-    for i, row in enumerate(ledger.rows):
+    for i, row in enumerate(ledger.trials):
         wanted = dataclasses.replace(judged, dropped=(f"of row {i}",)) if answered else failed
         assert row.compiled == wanted
     # The journal answers for all of them, and they are still of one program.
     again = [dataclasses.replace(row, module=None, digest="") for row in rows(4)]
     rung2 = asked(again, [[0, 1, 2, 3]])
     assert len(compiled) == 2 and rung2.count == 2
-    assert ledger.standing(range(4)) == [0, 1]
+    assert ledger.representatives(range(4)) == [0, 1]
 
 
 def test_the_bench_looks_where_the_compiler_wrote(ledger, tmp_path):
@@ -372,6 +371,6 @@ def test_the_compiler_of_a_live_tpu_is_in_the_key(ledger, monkeypatch, platform,
     ledger.problems = [subject("adamw")]
     candidate = Candidate(layout=Layout(mesh=()))
     Compiling(ledger, None).key(
-        Row(problem=0, candidate=candidate, baseline="", program=0, propagated=NOT_JUDGED)
+        Trial(problem=0, candidate=candidate, baseline="", shardings=0, propagated=NOT_JUDGED)
     )
     assert kept["compiler"] == compiler

@@ -9,11 +9,10 @@ import pytest
 from autoshard.compat.shardy import stablehlo
 from autoshard.errors import LoweringError
 from autoshard.records.layout import Candidate, Layout
-from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Rung, Stage
+from autoshard.records.trial import Estimate, Failure, Kind, Measurement, Rung, Stage, Trial
 from autoshard.space.baselines import baselines
 from autoshard.target.cost import CostModel
 from autoshard.tuner import state as state_file
-from autoshard.tuner.state import Row
 from tests import analysed
 from tests.analysed import CONSTANTS
 
@@ -110,7 +109,7 @@ def test_a_key_is_another_where_what_an_answer_depends_on_is(ledger, monkeypatch
 def test_what_jax_cannot_lower_is_a_failure_and_a_bug_is_none(ledger, monkeypatch):
     of = analysed.subject("scanned_mlp")
     ledger.problems, candidate = [of], baselines(of.space)[0].candidate
-    row = Row(problem=0, candidate=candidate, baseline="", program=0, propagated=None)
+    row = Trial(problem=0, candidate=candidate, baseline="", shardings=0, propagated=None)
 
     def cannot(traced, platform):
         try:
@@ -148,19 +147,19 @@ def test_of_rows_that_came_to_one_program_one_stands_for_it(ledger):
         ("c", "", None, 0),
         ("c", "", failed, 0),  # stands: it is measured
     ):
-        ledger.rows.append(
-            Row(
+        ledger.trials.append(
+            Trial(
                 problem=subject,
                 candidate=candidate,
                 baseline=baseline,
-                program=len(ledger.rows),
+                shardings=len(ledger.trials),
                 propagated=failed,
                 profiled=profiled,
                 digest=digest,
             )
         )
-    assert ledger.standing(range(10)) == [1, 3, 4, 5, 6, 7, 9]
-    assert ledger.standing([2, 1, 0]) == [2, 1]
+    assert ledger.representatives(range(10)) == [1, 3, 4, 5, 6, 7, 9]
+    assert ledger.representatives([2, 1, 0]) == [2, 1]
 
 
 def test_the_best_that_is_told_of_fits(ledger):
@@ -180,8 +179,8 @@ def test_the_best_that_is_told_of_fits(ledger):
             op_count=0,
             collectives=(),
         )
-        ledger.rows.append(
-            Row(problem=0, candidate=candidate, baseline="", program=0, propagated=judged)
+        ledger.trials.append(
+            Trial(problem=0, candidate=candidate, baseline="", shardings=0, propagated=judged)
         )
         ledger.tell(Stage.PROPAGATE, 1, 3, "")
     assert [event.best_s for event in told] == [None, 3.0, 2.0]

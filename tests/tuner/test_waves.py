@@ -7,7 +7,7 @@ import pytest
 from autoshard.records.trial import Failure, Kind, Measurement, Rung, Stage
 from autoshard.tuner import loop as search
 from autoshard.tuner.budget import Budget
-from tests.tuner.test_promoting import estimate, row
+from tests.tuner.test_selection import estimate, row
 
 WRONG = Failure(stage=Stage.PROFILE, kind=Kind.NUMERICS, message="something else")
 
@@ -28,8 +28,8 @@ class Compiler:
         self.at_work = True
         self.count += len(indices)
         for i in indices:
-            time_s = self._state.rows[i].propagated.time_s * self._slower.get(i, 1.0)
-            self._state.rows[i].compiled = estimate(time_s, rung=Rung.COMPILE)
+            time_s = self._state.trials[i].propagated.time_s * self._slower.get(i, 1.0)
+            self._state.trials[i].compiled = estimate(time_s, rung=Rung.COMPILE)
 
     def known(self, row):
         return False
@@ -50,7 +50,7 @@ class Clock:
         self.waves[wave] = list(indices)
         for i in indices:
             seen = Measurement(samples_s=(self._state.estimated_s(i),), rounds=(first_round,))
-            self._state.rows[i].profiled = WRONG if i in self._broken else seen
+            self._state.trials[i].profiled = WRONG if i in self._broken else seen
         self.ranking = tuple(self._state.measured())
 
 
@@ -60,7 +60,7 @@ def climbed(ledger, monkeypatch):
 
     def climb(times_s, baselines, slower=None, broken=(), names=None, **budget):
         ledger.budget = Budget(**budget)
-        ledger.rows = [
+        ledger.trials = [
             row(
                 i,
                 (names or {}).get(i, f"baseline {i}") if i < baselines else "",
@@ -73,7 +73,7 @@ def climbed(ledger, monkeypatch):
         compiler = Compiler(ledger, slower or {})
         clock = Clock(ledger, broken, compiler)
         search._climb(ledger, compiler, clock, None)
-        compiled = sum(r.compiled is not None for r in ledger.rows)
+        compiled = sum(r.compiled is not None for r in ledger.trials)
         assert compiled == compiler.count <= compiler.most
         assert len(ledger.measured()) <= ledger.budget.profiles
         return clock.waves
@@ -83,20 +83,20 @@ def climbed(ledger, monkeypatch):
 
 def test_baselines_take_at_most_half_of_the_compilations(climbed, ledger):
     climbed([1.0 + i / 100 for i in range(14)] + [1.01 + i / 1000 for i in range(30)], 14)
-    assert [i for i, r in enumerate(ledger.rows[:14]) if r.compiled] == list(range(10))
+    assert [i for i, r in enumerate(ledger.trials[:14]) if r.compiled] == list(range(10))
 
 
 def test_nothing_is_measured_and_half_of_the_compilations_is_for_what_is_found(climbed, ledger):
     times = [1.0 + i / 100 for i in range(14)] + [1.01 + i / 1000 for i in range(30)]
     climbed(times, 14, compiles=5, profiles=0)
-    assert [i for i, r in enumerate(ledger.rows) if r.compiled] == [0, 1, 2, 14, 15]
+    assert [i for i, r in enumerate(ledger.trials) if r.compiled] == [0, 1, 2, 14, 15]
 
 
 def test_hopeless_baselines_leave_their_place_to_the_best(climbed, ledger):
     waves = climbed([2.0 + i / 10 for i in range(10)] + [1 + i / 1000 for i in range(30)], 10)
     assert waves["first"] == [10, 0, 1, 11, 12, 13, 14]
     assert waves["final"] == [10, 11, 12, 15, 16, 17, 18, 19]
-    assert ledger.rows[2].compiled and not ledger.rows[2].profiled
+    assert ledger.trials[2].compiled and not ledger.trials[2].profiled
 
 
 @pytest.mark.parametrize("compiles", [3, 4, 20])
@@ -148,4 +148,4 @@ def test_of_few_measurements_the_first_is_of_the_fastest_and_all_are_of_the_firs
     waves = climbed([2.0, 2.1] + [1 + i / 1000 for i in range(30)], 2, profiles=profiles)
     assert waves["first"] == first
     assert waves["final"] == first[:3]
-    assert sum(r.compiled is not None for r in ledger.rows) <= 2 + profiles
+    assert sum(r.compiled is not None for r in ledger.trials) <= 2 + profiles

@@ -1,19 +1,10 @@
 """The contract of a strategy."""
 
-import dataclasses
 from typing import Protocol
 
 from autoshard.records.layout import Candidate
-from autoshard.records.trial import Estimate, Failure
+from autoshard.records.trial import Estimate, Failure, Trial
 from autoshard.space.space import Space
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """One tell: a candidate of the space and what rung 1 said of it."""
-
-    candidate: Candidate
-    outcome: Estimate | Failure
 
 
 class Strategy(Protocol):
@@ -23,9 +14,16 @@ class Strategy(Protocol):
     replaying a journal restores a search. It never sees the clock. It may cache what it derives.
     """
 
-    def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
-        """Candidates of `space` to judge next, none in `history`; () when there are none."""
-        ...
+    def ask(self, space: Space, seed: int, history: tuple[Trial, ...]) -> tuple[Candidate, ...]:
+        """Chooses candidates.
+
+        Args:
+          history: this problem's trials so far, in the order judged; `propagated` is what rung 1
+            said of each.
+
+        Returns:
+          Candidates of `space` to judge next, none in `history`; () when there are none.
+        """
 
 
 def score(outcome: Estimate | Failure, memory_bytes: int) -> tuple[float, float]:

@@ -10,9 +10,10 @@ import itertools
 import random
 
 from autoshard.records.layout import Candidate
+from autoshard.records.trial import Trial
 from autoshard.space.moves import axis_swaps, moves
 from autoshard.space.space import Space
-from autoshard.tuner.strategy.base import Seen, score
+from autoshard.tuner.strategy.base import score
 from autoshard.tuner.strategy.one_axis import one_axis_layouts
 
 
@@ -34,7 +35,7 @@ class Beam:
         self._contained: dict[Candidate, bool] = {}
         self._alone: list[Candidate] = []
 
-    def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
+    def ask(self, space: Space, seed: int, history: tuple[Trial, ...]) -> tuple[Candidate, ...]:
         if space is not self._space:
             self._space = space
             self._neighbours.clear()
@@ -46,13 +47,13 @@ class Beam:
         rng = random.Random(f"{seed}:{len(history)}")
         ranked = sorted(
             (s for s in history if not s.candidate.layout.as_annotated),
-            key=lambda s: (score(s.outcome, self._memory_bytes), s.candidate.key),
+            key=lambda s: (score(s.propagated, self._memory_bytes), s.candidate.key),
         )
         scores: set[tuple[float, float]] = set()
         found: list[Candidate] = []
         rank = 0
         for seen in ranked:
-            value = score(seen.outcome, self._memory_bytes)
+            value = score(seen.propagated, self._memory_bytes)
             if value in scores:  # equal programs are one
                 continue
             scores.add(value)

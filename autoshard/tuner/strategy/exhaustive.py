@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterator
 
 from autoshard.records.layout import Candidate
+from autoshard.records.trial import Trial
 from autoshard.space.space import Space
-from autoshard.tuner.strategy.base import Seen
 
 
 class Exhaustive:
@@ -17,7 +17,7 @@ class Exhaustive:
         self._known: list[Candidate] = []
         self._rest: Iterator[Candidate] = iter(())
 
-    def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
+    def ask(self, space: Space, seed: int, history: tuple[Trial, ...]) -> tuple[Candidate, ...]:
         del seed
         done = {seen.candidate for seen in history}
         fresh = (c for c in self._every(space) if c not in done)

@@ -3,8 +3,8 @@
 import random
 
 from autoshard.records.layout import Candidate
+from autoshard.records.trial import Trial
 from autoshard.space.space import Space
-from autoshard.tuner.strategy.base import Seen
 
 
 class RandomSearch:
@@ -13,7 +13,7 @@ class RandomSearch:
     def __init__(self, batch: int = 16):
         self._batch = batch
 
-    def ask(self, space: Space, seed: int, history: tuple[Seen, ...]) -> tuple[Candidate, ...]:
+    def ask(self, space: Space, seed: int, history: tuple[Trial, ...]) -> tuple[Candidate, ...]:
         done = {seen.candidate for seen in history}
         rng = random.Random(f"{seed}:{len(history)}")
         found: list[Candidate] = []

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from autoshard.records.layout import Candidate
-from autoshard.records.trial import Estimate, Failure, Kind, Rung, Stage
+from autoshard.records.trial import Estimate, Failure, Kind, Rung, Stage, Trial
 from autoshard.space.baselines import baselines
 from autoshard.space.space import Space
-from autoshard.tuner.strategy import Beam, Exhaustive, RandomSearch, Seen, Strategy
+from autoshard.tuner.strategy import Beam, Exhaustive, RandomSearch, Strategy
 from autoshard.tuner.strategy.one_axis import one_axis_layouts
 from tests.analysed import subject
 
@@ -27,16 +27,16 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
 
 
-def tell(candidate: Candidate) -> Seen:
+def tell(candidate: Candidate) -> Trial:
     """An outcome made up from the candidate alone; one in seven fails."""
     draw = random.Random(candidate.key)
     if draw.random() < 1 / 7:
         failure = Failure(stage=Stage.PROPAGATE, kind=Kind.UNSUPPORTED, message="made up")
-        return Seen(candidate=candidate, outcome=failure)
+        return Trial(candidate=candidate, propagated=failure)
     time_s = draw.uniform(0.1, 1.0)
-    return Seen(
+    return Trial(
         candidate=candidate,
-        outcome=Estimate(
+        propagated=Estimate(
             rung=Rung.PROPAGATE,
             time_s=time_s,
             compute_s=time_s,
@@ -51,7 +51,7 @@ def tell(candidate: Candidate) -> Seen:
 
 
 def search(
-    strategy: Strategy, space: Space, seed: int, rounds: int, start: tuple[Seen, ...] = ()
+    strategy: Strategy, space: Space, seed: int, rounds: int, start: tuple[Trial, ...] = ()
 ) -> list[tuple[Candidate, ...]]:
     """Asks and tells; the asks of each round."""
     asks, history = [], start
@@ -68,13 +68,13 @@ def space() -> Space:
 
 
 @pytest.fixture(scope="module")
-def start(space: Space) -> tuple[Seen, ...]:
+def start(space: Space) -> tuple[Trial, ...]:
     return tuple(tell(b.candidate) for b in baselines(space))
 
 
 @every_strategy
 def test_same_seed_and_same_tells_give_the_same_asks(
-    make: Callable[[], Strategy], space: Space, start: tuple[Seen, ...]
+    make: Callable[[], Strategy], space: Space, start: tuple[Trial, ...]
 ) -> None:
     one, other = search(make(), space, 3, 5, start), search(make(), space, 3, 5, start)
     assert one == other
@@ -82,7 +82,7 @@ def test_same_seed_and_same_tells_give_the_same_asks(
 
 @every_strategy
 def test_a_fresh_strategy_replays_a_history(
-    make: Callable[[], Strategy], space: Space, start: tuple[Seen, ...]
+    make: Callable[[], Strategy], space: Space, start: tuple[Trial, ...]
 ) -> None:
     """What a strategy remembers besides the history decides nothing."""
     running, history = make(), start
@@ -95,7 +95,7 @@ def test_a_fresh_strategy_replays_a_history(
 
 @every_strategy
 def test_asks_are_new_members_of_the_space(
-    make: Callable[[], Strategy], space: Space, start: tuple[Seen, ...]
+    make: Callable[[], Strategy], space: Space, start: tuple[Trial, ...]
 ) -> None:
     done = {seen.candidate for seen in start}
     for asked in search(make(), space, 0, 6, start):
@@ -120,7 +120,9 @@ def test_a_finite_space_comes_to_an_end(make: Callable[[], Strategy]) -> None:
 
 
 @pytest.mark.parametrize("name", ["beam", "narrow beam", "random"])
-def test_another_seed_asks_something_else(name: str, space: Space, start: tuple[Seen, ...]) -> None:
+def test_another_seed_asks_something_else(
+    name: str, space: Space, start: tuple[Trial, ...]
+) -> None:
     make = STRATEGIES[name]
     assert search(make(), space, 0, 2, start) != search(make(), space, 1, 2, start)
 
@@ -151,7 +153,7 @@ def test_beam_goes_down_hill(space: Space) -> None:
         layout = candidate.layout
         return sum(len(to) for _, to in (*layout.activation_rules, *layout.state_rules))
 
-    def told(candidate: Candidate) -> Seen:
+    def told(candidate: Candidate) -> Trial:
         seen = tell(candidate)
         time_s = 1.0 / (1 + count(candidate))
         outcome = Estimate(
@@ -165,7 +167,7 @@ def test_beam_goes_down_hill(space: Space) -> None:
             bytes_accessed=0.0,
             op_count=1,
         )
-        return Seen(candidate=seen.candidate, outcome=outcome)
+        return Trial(candidate=seen.candidate, propagated=outcome)
 
     history = tuple(told(found.candidate) for found in baselines(one_mesh))
     beam = Beam(MEMORY_BYTES)

@@ -9,9 +9,9 @@ import autoshard
 from autoshard.records.layout import Constraints
 from autoshard.records.trial import Failure, Kind, Stage
 from autoshard.tuner import loop as search
-from autoshard.tuner import promoting
-from autoshard.tuner.promoting import reworded
-from tests.tuner.test_promoting import row
+from autoshard.tuner import selection
+from autoshard.tuner.selection import constraint_variants
+from tests.tuner.test_selection import row
 from tests.workloads import mlp
 
 SIX = autoshard.Budget(candidates=24, compiles=6, profiles=0)
@@ -53,7 +53,7 @@ def test_what_is_measured_is_not_reworded(quick):
 
 @pytest.mark.slow
 def test_what_other_words_do_not_need_goes_to_further_layouts(quick, monkeypatch):
-    monkeypatch.setattr(search, "reworded", lambda ledger, known: iter(()))
+    monkeypatch.setattr(search, "constraint_variants", lambda ledger, known: iter(()))
     plan = quick(budget=SIX)
     assert sum(t.was_compiled for t in plan.evidence.trials) == 6
 
@@ -62,7 +62,7 @@ def test_what_other_words_do_not_need_goes_to_further_layouts(quick, monkeypatch
 def test_a_plan_in_other_words_is_saved_and_loaded(quick, monkeypatch, tmp_path, constraints):
     monkeypatch.setattr(search, "_WORTH", -0.9)  # other words win
     names = types.SimpleNamespace(ALL=constraints, MINIMAL=constraints, USUAL=Constraints.USUAL)
-    monkeypatch.setattr(promoting, "Constraints", names)
+    monkeypatch.setattr(selection, "Constraints", names)
     plan = quick(budget=SIX)
     assert plan.layout.constraints is constraints
     plan.save(str(tmp_path / "plan.json"))
@@ -72,10 +72,10 @@ def test_a_plan_in_other_words_is_saved_and_loaded(quick, monkeypatch, tmp_path,
 
 
 class Rows:
-    """As much of a ledger as `reworded` asks for: rows that fit, and what their programs are."""
+    """What `constraint_variants` reads of a state: trials that fit, and their programs."""
 
     def __init__(self, rows, programs, late=(False, False, False), times_s=(1.0,)):
-        self.rows = list(rows)
+        self.trials = list(rows)
         self._times_s = times_s
         self._programs = programs
         self._late = iter(late)
@@ -117,9 +117,9 @@ def test_programs_that_are_equal_or_cannot_be_lowered_are_passed_over(programs, 
         zip((Constraints.USUAL, Constraints.ALL, Constraints.MINIMAL), programs, strict=True)
     )
     ledger = Rows([row(0, baseline="FSDP")], words)
-    found = list(reworded(ledger, lambda row: False))
-    assert [ledger.rows[i].candidate.layout.constraints for i in found] == expected
-    assert len(ledger.rows) == 1 + len(expected)
+    found = list(constraint_variants(ledger, lambda row: False))
+    assert [ledger.trials[i].candidate.layout.constraints for i in found] == expected
+    assert len(ledger.trials) == 1 + len(expected)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_programs_that_are_equal_or_cannot_be_lowered_are_passed_over(programs, 
 def test_the_next_that_takes_another_time_is_asked_for_with_all_constraints(times_s, second):
     words = {constraints: str(constraints) for constraints in Constraints}
     ledger = Rows([row(i, baseline=f"row {i}") for i in range(3)], words, times_s=times_s)
-    found = [ledger.rows[i] for i in reworded(ledger, lambda row: False)]
+    found = [ledger.trials[i] for i in constraint_variants(ledger, lambda row: False)]
     best = times_s.index(1.0)
     expected = [(f"row {best}", Constraints.ALL), (f"row {best}", Constraints.MINIMAL)]
     expected += [] if second is None else [(f"row {second}", Constraints.ALL)]
@@ -146,10 +146,10 @@ def test_of_nine_compilations_three_are_for_other_words(quick):
 
 def test_when_the_time_is_up_nothing_is_lowered():
     ledger = Rows([row(0, baseline="FSDP")], {}, late=(True,))
-    assert not list(reworded(ledger, lambda row: False)) and len(ledger.rows) == 1
+    assert not list(constraint_variants(ledger, lambda row: False)) and len(ledger.trials) == 1
 
 
 def test_what_the_journal_knows_is_not_lowered():
     ledger = Rows([row(0, baseline="FSDP")], {})
-    assert list(reworded(ledger, lambda row: True)) == [1, 2]
+    assert list(constraint_variants(ledger, lambda row: True)) == [1, 2]
     assert ledger.lowered == []
