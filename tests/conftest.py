@@ -8,7 +8,6 @@ import hypothesis
 import jax
 import pytest
 
-from autoshard.compat.jaxpr.tracers import origins_unsaid
 from autoshard.rungs.profile import calibration as calibrate
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -78,13 +77,6 @@ def few_samples():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(calibrate, "calibrate", hurried)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly_traced():
-    """Many models of Flax NNX are traced by tests, by functions of JAX alone too."""
-    with origins_unsaid():
         yield
 
 
